@@ -12,7 +12,7 @@ from typing import Any
 import llamagym as lg
 
 HELD_OUT_SEED = 1_000_000  # of evaluation episodes; training episodes derive their seeds from --seed
-RUN = ("episodes", "minutes", "num_envs", "seed", "run_dir", "resume", "log_with")
+RUN = ("episodes", "minutes", "num_envs", "seed", "run_dir", "resume", "track")
 LEARNER = {"batch_size": int, "mini_batch_size": int, "learning_rate": float, "target_kl": float, "entropy_coef": float}
 
 
@@ -35,7 +35,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     run_dir = Path("runs", time.strftime(f"{options.prog[:-3]}-%Y%m%d-%H%M%S"))
     options.add_argument("--run-dir", type=Path, default=run_dir, help="default: runs/<example>-<time>")
     options.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
-    options.add_argument("--log-with", nargs="+", default=[], help="wandb, csv, tensorboard, trackio, mlflow, ...")
+    options.add_argument("--track", "--log-with", nargs="+", default=[], help="wandb, csv, tensorboard, trackio, mlflow, ...")
     options.set_defaults(**defaults)
     return options
 
@@ -61,7 +61,7 @@ def load(args: argparse.Namespace, kind: type[lg.Agent], context: Any = "turn", 
 
 def learn(args: Any, agent: Any, env: Any, score: Any, baselines: Any, first: Any = (), show: Any = None) -> None:
     """Train with the callbacks `first`, score the agent before and after by `score(agent, greedy)`, and report."""
-    scores = lg.ScoreCallback(lambda agent: score(agent, False), every=args.eval_every)
+    scores = lg.ScoreCallback(lambda agent: score(agent, False), every=args.eval_every, baselines=baselines)
     print("Baselines: " + ", ".join(f"{value:.3f} {name}" for name, value in baselines.items()), flush=True)
     result = lg.train(agent, env, **{name: vars(args)[name] for name in RUN}, callbacks=[*first, scores])
     if lg.is_main_process():

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import distributed
 from ..errors import EpisodeError, excerpt
-from ..learners.base import Learner, Stats
+from ..learners.base import Learner, Stats, UpdateStats
 from ..learners.checks import check_end, check_reward
 from ..learners.replay import Replay, ReplayConfig
 from ..models.hardware import computing_dtype
@@ -249,7 +249,7 @@ class Collector:
             unfinished_of_all = episodes_of_all_ranks(policy, [episode for _, episode in unfinished])
         batch = self.learner.take(self.buffer, unfinished_of_all)
         if not batch:
-            return {}
+            return UpdateStats()
         with ExitStack() as undone:
             if self.replay is not None:
                 # If replay fails, the learner's update is taken back as well.
@@ -267,7 +267,7 @@ class Collector:
         for alarm in self.alarms.check(stats, offers_choices):
             if distributed.is_main_process():
                 logger.warning(alarm)
-        return stats
+        return UpdateStats(stats)
 
     def _acting_stats(self) -> Stats:
         """Returns the cost of acting since the last update, over all processes, and resets it."""

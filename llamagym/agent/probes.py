@@ -28,8 +28,8 @@ _CHANCE_TOLERANCE = 1.0
 # Number of conversations, and of turns in each if prompts hold the whole conversation.
 _CONVERSATIONS = 4
 _TURNS = 2
-# Number of conversations in the measurement of speed.
-_SPEED_BATCH = 8
+# Number of conversations in the measurement of speed: as many as environments act at least by default.
+_SPEED_BATCH = 16
 # Forward passes of all checks per token of the longest reply, and in addition.
 _PASSES_PER_TOKEN = _TURNS + 1
 _OTHER_PASSES = 20
@@ -205,14 +205,30 @@ class Probes:
         )
 
     def speed(self) -> str:
-        """Measures the speed of acting and learning in free text."""
+        """Measures the speed of acting and learning, with choices and in free text as the observations have them."""
+        hooks = self._actor.hooks
+        kinds: dict[str, list[Any]] = {}
+        for observation in self._observations:
+            kind = "free text" if hooks.choices(observation) is None else "choices"
+            kinds.setdefault(kind, []).append(observation)
+        findings = [self._speed_of(kind, observations) for kind, observations in kinds.items()]
+        return "; ".join(findings or [self._speed_of("free text", [])])
+
+    def _speed_of(self, kind: str, observations: Sequence[Any]) -> str:
+        """Measures the speed in observations of one kind, made distinct: recurring ones are faster, being cached."""
         actor = self._actor
         self._require_time()
         conversations = [actor.new_conversation() for _ in range(_SPEED_BATCH)]
         contexts = []
         for number, conversation in enumerate(conversations):
-            text = f"Observation {number}: {_ENGLISH}"
-            contexts.append(conversation.observe(text, actor.hooks.response_prefix))
+            text = _ENGLISH
+            choices = None
+            if observations:
+                observation = observations[number % len(observations)]
+                text = actor.hooks.text(observation)
+                choices = actor.hooks.choices(observation)
+            contexts.append(conversation.observe(f"{number}: {text}", actor.hooks.response_prefix, choices))
+        actor.policy.calibrate(contexts)
         started = time.perf_counter()
         replies = actor.policy.sample(contexts)
         acting_s = (time.perf_counter() - started) / len(replies)
@@ -222,7 +238,7 @@ class Probes:
         passes = self._learner.epochs
         tokens = sum(len(reply.ids) for reply in replies) / len(replies)
         return (
-            f"{1 / acting_s:.1f} free-text turns/s acting, {1 / learning_s:.1f} in a pass of learning, "
+            f"{kind}, new observations: {1 / acting_s:.1f} turns/s acting, {1 / learning_s:.1f} in a pass of learning, "
             f"{1 / (acting_s + passes * learning_s):.1f} with up to {passes} passes; {len(replies)} at once, replies "
             f"of {tokens:.0f} tokens"
         )

@@ -98,7 +98,7 @@ def _transcript(
                 "turn": index + 1,
                 "read": texts["user"][index][:_CHARACTERS],
                 "reply": texts["assistant"][index][:_CHARACTERS],
-                "choices": _choices(turn, decode),
+                "choices": choice_probabilities(turn, decode),
                 "reward": turn.reward,
                 "penalty": turn.penalty,
                 "valid": turn.valid,
@@ -115,7 +115,7 @@ def _transcript(
     }
 
 
-def _choices(turn: Turn, decode: Callable[[list[int]], str]) -> list[tuple[str, float]] | None:
+def choice_probabilities(turn: Turn, decode: Callable[[list[int]], str]) -> list[tuple[str, float]] | None:
     """Returns text and probability of the most likely choices, and of the one taken; None for free text."""
     logprobs = turn.reply.choice_logprobs
     if turn.prompt.choices is None or not logprobs:

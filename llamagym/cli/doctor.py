@@ -1,4 +1,4 @@
-"""The command `doctor`: checks a model, the installation and this machine."""
+"""Examines a model, the installation and this machine, for the command `doctor`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ..agent.agent import Agent
 from ..agent.preflight import Check, Report
 from ..errors import LlamaGymError
 from ..models.loading import load_model_and_tokenizer
-from ..models.registry import EMBEDDED_NAME
 
 
 class ProbeAgent(Agent):
@@ -50,12 +49,8 @@ def examine(model: str, device: str = "auto", dtype: str = "auto") -> Report:
     return Report((loading, template, *report.checks))
 
 
-@click.command()
-@click.option("--model", default=EMBEDDED_NAME, show_default=True, help="Registered name, folder or hub id.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or mps.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16.")
-def doctor(model: str, device: str, dtype: str) -> None:
-    """Check a model, the installation and this machine."""
+def doctor(*, model: str, device: str, dtype: str) -> None:
+    """Checks a model, the installation and this machine; the arguments are the command's options."""
     report = examine(model, device, dtype)
     verdict = "All checks passed." if report.passed else f"Failed: {', '.join(report.failing)}."
     click.echo(f"{report}\n{verdict}")

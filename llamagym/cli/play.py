@@ -1,4 +1,4 @@
-"""The commands `play`, which shows a saved agent turn by turn, and `eval`, which compares it with random actions."""
+"""Plays and evaluates saved agents, for the commands `play` and `eval`."""
 
 from __future__ import annotations
 
@@ -11,42 +11,18 @@ import gymnasium
 
 from .. import training
 from ..agent.agent import Agent, collector_of
+from ..agent.transcripts import choice_probabilities
 from ..errors import ActionParseError
 from ..training.environments import make_env
-from .runs import EVALUATION_SEED, UserPath, load_agent, printable
+from .runs import load_agent
+from .terminal import printable
 
 ChooseAction = Callable[[Agent, Any, Mapping[str, Any]], Any]
 """Returns the action for an observation and its info, after the terminal has shown the reply."""
 
 
-def saved_agent_command(name: str) -> Callable[[Callable[..., None]], click.Command]:
-    """A decorator for a command about a saved agent: its folder, its environment, and how it replies."""
-    parameters = (
-        click.argument("folder", type=UserPath(path_type=Path)),
-        click.argument("env_id", required=False),
-        click.option("--sample", is_flag=True, help="Draw replies, as in training, instead of taking the likeliest."),
-        click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words.  [default: the run's]"),
-        click.option(
-            "--trust", is_flag=True, help="Execute code of the run's author: prompt.py, the environment's module."
-        ),
-    )
-
-    def decorate(function: Callable[..., None]) -> click.Command:
-        # Decorators apply from the last one to the first.
-        for parameter in reversed(parameters):
-            function = parameter(function)
-        return click.command(name)(function)
-
-    return decorate
-
-
-@saved_agent_command("play")
-@click.option("--human", is_flag=True, help="Play in the agent's place: replies are read from the terminal.")
-@click.option("--episodes", type=click.IntRange(min=1), default=1, show_default=True, help="Episodes to play.")
-@click.option(
-    "--seed", type=click.IntRange(min=0), help="Seed of the first episode; later ones add 1.  [default: drawn]"
-)
 def play(
+    *,
     folder: Path,
     env_id: str | None,
     human: bool,
@@ -56,10 +32,7 @@ def play(
     prompt: Path | None,
     trust: bool,
 ) -> None:
-    """Watch the agent in FOLDER, of a run or of agent.save(), turn by turn.
-
-    ENV_ID is the environment, by default the one that the agent was trained in.
-    """
+    """Shows episodes of a saved agent; the arguments are the command's options."""
     agent, env_id = load_agent(folder, env_id, prompt, trust)
     agent.eval(greedy=not sample)
     choose_action = _ask_person if human else _ask_agent
@@ -109,7 +82,10 @@ def _play_episode(
 def _ask_agent(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
     action = agent.act(observation, info)
     reply = agent.current_episode_messages[-1]["content"]
-    click.echo(printable(f"> {reply}"))
+    actor = collector_of(agent).actor
+    probabilities = choice_probabilities(actor.conversation(0).turns[-1], actor.decode)
+    shown = ", ".join(f"{choice} {probability:.0%}" for choice, probability in probabilities or ())
+    click.echo(printable(f"> {reply}" + (f"    ({shown})" if shown else "")))
     if action is None:
         raise ActionParseError(f"Reply {reply!r} names no action. {collector_of(agent).actor.hooks.no_action_advice()}")
     return action
@@ -136,11 +112,8 @@ def _ask_person(agent: Agent, observation: Any, info: Mapping[str, Any]) -> Any:
             click.echo("The reply names no action.")
 
 
-@saved_agent_command("eval")
-@click.option("--episodes", type=int, default=100, show_default=True, help="Episodes per policy.")
-@click.option("--seed", type=int, default=EVALUATION_SEED, show_default=True, help="Base seed of the episodes.")
-@click.option("--num-envs", type=int, help="Environments stepped together.  [default: 64]")
 def evaluate(
+    *,
     folder: Path,
     env_id: str | None,
     episodes: int,
@@ -150,10 +123,7 @@ def evaluate(
     prompt: Path | None,
     trust: bool,
 ) -> None:
-    """Compare the agent in FOLDER, of a run or of agent.save(), with random actions.
-
-    ENV_ID is the environment, by default the one that the agent was trained in.
-    """
+    """Compares a saved agent with random actions; the arguments are the command's options."""
     agent, env_id = load_agent(folder, env_id, prompt, trust)
     results = {
         "agent": training.evaluate(agent, env_id, episodes=episodes, seed=seed, num_envs=num_envs, greedy=not sample),

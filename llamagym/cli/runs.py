@@ -32,46 +32,13 @@ from ..saving.paths import file_inside
 from ..saving.state_files import read_state
 from ..training.environments import make_env
 from .prompts import agent_class
-
-
-class UserPath(click.Path):
-    """A path in which `~` is the home folder, also after an equals sign, where a shell does not expand it."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns the expanded path; an invalid or inaccessible path is a usage error."""
-        path = os.path.expanduser(value)
-        try:
-            os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            self.fail(f"{shortened(path)} cannot be used: {error.strerror}. Pass another path.", param, ctx)
-        return super().convert(path, param, ctx)
-
+from .terminal import printable
 
 AGENT = "agent"
 CONFIG = "config.json"
 _PROMPTS = ("prompt.yaml", "prompt.yml", "prompt.py")
 _MAX_CONFIG_BYTES = 2**20
 _MAX_ID_LENGTH = 200
-
-EVALUATION_SEED = 1_000_000
-"""Seed for evaluation episodes, far from usual training seeds."""
-
-
-def printable(text: str) -> str:
-    r"""Escapes characters that could control the terminal.
-
-    >>> print(printable("red: \x1b[31m"))
-    red: \x1b[31m
-    """
-    return "".join(map(_printable_char, text))
-
-
-def _printable_char(char: str) -> str:
-    if char.isprintable() or char in "\n\t":
-        return char
-    return char.encode("unicode_escape").decode()
 
 
 def _line(text: str) -> str:

@@ -42,6 +42,33 @@ from .state import attributes_undone_on_error, restore, state_of
 logger = logging.getLogger(__name__)
 
 Stats = dict[str, float]
+# Statistics in the line of an update; counts of steps are shown only if they are not zero.
+_SHOWN_STATS = ("return_mean", "success_rate", "expected_return", "eval_return", "entropy", "approx_kl")
+_SHOWN_COUNTS = ("skipped_steps", "replay_skipped_steps")
+
+
+class UpdateStats(Stats):
+    """The statistics of an update by name, or of none; `print` shows the most important ones on one line.
+
+    >>> print(UpdateStats({"updates": 3, "turns": 800, "episodes": 512, "return_mean": -0.21, "loss": 0.1}))
+    update 3: 800 turns, 512 episodes, return_mean -0.21
+    """
+
+    def __str__(self) -> str:
+        """Returns one line."""
+        if not self:
+            return "no update"
+        return f"update {self.get('updates', 0):.0f}: {', '.join([*self._counts(), *self.shown()])}"
+
+    def _counts(self) -> list[str]:
+        return [f"{self[name]:,.0f} {name}" for name in ("turns", "episodes") if name in self]
+
+    def shown(self) -> list[str]:
+        """Returns name and value of the most important statistics."""
+        parts = [f"{name} {self[name]:.3g}" for name in _SHOWN_STATS if name in self]
+        return parts + [f"{name} {self[name]:.0f}" for name in _SHOWN_COUNTS if self.get(name)]
+
+
 TargetsT = TypeVar("TargetsT", bound=Targets)
 
 # A run has a few hundred steps, and the first gradients are the largest; a beta2 of 0.999 would never forget them.

@@ -1,12 +1,13 @@
 """Training and evaluation loops, callbacks, trackers, and checkpoints of a run."""
 
-from .callbacks import Callback, EvalCallback, Score, ScoreCallback, StopOnReturn
+from .callbacks import Callback, EvalCallback, ScoreCallback, StopOnReturn
 from .environments import EnvSource
 from .episodes import PlayedEpisode
-from .evaluation import EvaluationResult, evaluate, side_by_side
-from .loop import TrainingResult, train
+from .evaluation import EvaluationResult, Score, evaluate, side_by_side
+from .loop import train
 from .progress import Progress
 from .report import write_report
+from .result import TrainingResult
 from .run import Run
 from .tracking import Tracker, default_tracker
 

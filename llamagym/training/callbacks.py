@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from ..agent.export import KIND
 from ..errors import ConfigError, excerpt
 from ..learners.base import Stats
 from ..options import (
-    as_number,
     as_seed,
     as_statistics,
     check_arguments,
@@ -28,7 +27,7 @@ from ..saving.paths import user_folder
 from ..saving.state_files import saveable_state
 from .environments import EnvSource
 from .episodes import PlayedEpisode
-from .evaluation import EvaluationResult, evaluate
+from .evaluation import EVALUATION_SEED, EvaluationResult, Score, as_score, evaluate, saved_score
 from .loop_state import is_count, is_real, require_part
 from .run import Run
 
@@ -127,6 +126,20 @@ class Callbacks:
                 )
         self._error: Exception | None = None
         self._logged: set[tuple[int, str]] = set()
+
+    @property
+    def score_the_agent(self) -> bool:
+        """Whether a callback scores the agent before and after the training."""
+        return any(isinstance(callback, ScoreCallback) for callback in self._callbacks)
+
+    @property
+    def scores(self) -> dict[str, Score]:
+        """The scores of all callbacks that score the agent, by name."""
+        scores: dict[str, Score] = {}
+        for callback in self._callbacks:
+            if isinstance(callback, ScoreCallback):
+                scores |= callback.scores
+        return scores
 
     def on_training_start(self, run: Run) -> None:
         """Calls each callback."""
@@ -247,23 +260,11 @@ def make_plain_(stats: Stats, own: Stats, owner: str) -> None:
         raise ConfigError(f"{owner} set statistics of an update that cannot be logged: {' '.join(faults)}")
 
 
-class Score(NamedTuple):
-    """A measurement of an agent.
-
-    Attributes:
-        mean: The score, in the unit of the function that computed it.
-        standard_error: Its standard error; 0 if the score is computed exactly.
-    """
-
-    mean: float
-    standard_error: float = 0.0
-
-
 class ScoreCallback(Callback):
     """Scores the agent before the first step, after every few updates, and after the last one.
 
-    Where the expected return of a policy can be computed, this replaces `EvalCallback`, which plays episodes. A resumed
-    run keeps the score from before its first step.
+    Where the expected return of a policy can be computed, this replaces `EvalCallback`, which plays episodes, and the
+    evaluations of `train`. A resumed run keeps the score from before its first step.
 
     Attributes:
         before: Score before the first step; None until then, and in a run that was started without this callback.
@@ -271,7 +272,11 @@ class ScoreCallback(Callback):
     """
 
     def __init__(
-        self, score: Callable[[Agent], float | EvaluationResult], every: int = 10, name: str = "expected_return"
+        self,
+        score: Callable[[Agent], float | EvaluationResult],
+        every: int = 10,
+        name: str = "expected_return",
+        baselines: Mapping[str, float] | None = None,
     ) -> None:
         """Sets how and when to score.
 
@@ -279,6 +284,7 @@ class ScoreCallback(Callback):
             score: Function of the agent; returns a number, or a result of `evaluate`.
             every: Updates between two scores.
             name: Key of the score in the statistics of an update; a score by `evaluate` adds `standard_error`.
+            baselines: Exact scores of other policies by name, such as "random" and "optimum", for the report.
 
         Raises:
             ConfigError: An argument has the wrong type, or `every` is below 1.
@@ -289,6 +295,9 @@ class ScoreCallback(Callback):
         self._function = score
         self._every = every
         self._name = name
+        self._baselines: dict[str, Score] = {}
+        for policy, value in (baselines or {}).items():
+            self._baselines[policy] = as_score(value, f"baselines[{policy!r}] is")
         self._last_update = 0
         self.before: Score | None = None
         self.after: Score | None = None
@@ -312,9 +321,17 @@ class ScoreCallback(Callback):
         if run.is_over and self._last_update < len(run.updates):
             self.after = self._score(run)
 
+    @property
+    def scores(self) -> dict[str, Score]:
+        """The scores by name: "before" and "after", as far as they are known, and the baselines."""
+        own = {"before": self.before, "after": self.after}
+        return {name: score for name, score in own.items() if score is not None} | self._baselines
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the scores and the number of the last scored update."""
-        return {"before": self.before, "after": self.after, "last_update": self._last_update}
+        before = None if self.before is None else self.before._asdict()
+        after = None if self.after is None else self.after._asdict()
+        return {"before": before, "after": after, "last_update": self._last_update}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -324,28 +341,16 @@ class ScoreCallback(Callback):
         """
         where = f"callbacks/{type(self).__name__}/"
         for name in ("before", "after"):
-            score = state.get(name, ())
-            is_pair = isinstance(score, (list, tuple)) and len(score) == 2 and all(map(is_real, score))
-            require_part(score is None or is_pair, state, name, "a score and its standard error, or None", where)
+            is_valid = name in state and (state[name] is None or saved_score(state[name]) is not None)
+            require_part(is_valid, state, name, "a score, or None", where)
         require_part(is_count(state.get("last_update")), state, "last_update", "a count", where)
-        self.before = None if state["before"] is None else Score(*state["before"])
-        self.after = None if state["after"] is None else Score(*state["after"])
+        self.before = saved_score(state["before"])
+        self.after = saved_score(state["after"])
         self._last_update = state["last_update"]
 
     def _score(self, run: Run) -> Score:
         self._last_update = len(run.updates)
-        result = self._function(run.agent)
-        if isinstance(result, EvaluationResult):
-            return Score(result.mean, result.standard_error)
-        # as_number() returns NaN for anything but a number.
-        is_nan = isinstance(result, (float, np.floating)) and math.isnan(result)
-        score = as_number(result)
-        if math.isnan(score) and not is_nan:
-            raise ConfigError(
-                f"The score function returned {excerpt(result)} ({type(result).__name__}). Return a number, or the "
-                "result of llamagym.evaluate()."
-            )
-        return Score(score)
+        return as_score(self._function(run.agent), "The score function returned")
 
 
 class EvalCallback(Callback):
@@ -371,7 +376,7 @@ class EvalCallback(Callback):
         every: int | None = None,
         every_episodes: int | None = None,
         best_dir: str | Path | None = None,
-        seed: int = 1_000_000,
+        seed: int = EVALUATION_SEED,
         num_envs: int | None = None,
         greedy: bool = True,
         on_best: Callable[[EvaluationResult], bool | None] | None = None,
@@ -459,8 +464,8 @@ class EvalCallback(Callback):
         self._last_update = len(run.updates)
         self._last_episodes = len(run.returns)
         self.results.append((self._last_update, result))
-        logger.info("after update %d: %s", self._last_update, result)
         is_best = result.mean > self.best_mean
+        run.note(f"evaluation after update {self._last_update}: {result}{', the best so far' if is_best else ''}")
         if is_best:
             if self._best_dir is not None:
                 run.agent.save(self._best_dir)

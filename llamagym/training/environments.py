@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -263,6 +264,16 @@ def resolve_num_envs(env: EnvSource, num_envs: int | None = None, group_size: in
     if isinstance(env, gymnasium.Env) and not can_recreate(env):
         return 1
     return max(group_size, _DEFAULT_NUM_ENVS // group_size * group_size)
+
+
+def require_env_timeout(env_timeout: float | None) -> None:
+    """Rejects a time limit that is not a positive number of seconds.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if env_timeout is not None and not 0 < env_timeout < math.inf:
+        raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
 
 
 @contextmanager

@@ -7,18 +7,21 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.vector import VectorEnv
 
 from ..agent.agent import Agent, collector_of
 from ..errors import ConfigError, excerpt
-from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
-from .environments import EnvSource, open_envs, resolve_num_envs
+from ..options import as_number, as_seed, check_arguments, explains_wrong_calls, require_positive
+from .environments import EnvSource, open_envs, require_env_timeout, resolve_num_envs
 from .episodes import Judge, success_rate
 from .play import Play
 from .players import AgentPlayer, Player, Policy, PolicyPlayer
 
+EVALUATION_SEED = 1_000_000
+"""Default seed of evaluation episodes, far from usual training seeds."""
 # A fixed seed, so that computing an interval again gives the same.
 _BOOTSTRAP_SEED = 0
 # Resampled returns that are held in memory at once.
@@ -149,6 +152,81 @@ def _bootstrap_interval(returns: Sequence[float]) -> tuple[float, float]:
     return mean + factor * (float(low) - mean), mean + factor * (float(high) - mean)
 
 
+class Score(NamedTuple):
+    """A measurement of a policy.
+
+    Attributes:
+        mean: The mean return, or another score, in the unit of the function that computed it.
+        standard_error: Its standard error; 0 if the score is computed exactly.
+        interval: 95 % confidence interval of the mean; None if the score is computed exactly, or of a single episode.
+        episodes: Number of played episodes; 0 if the score is computed exactly.
+        success_rate: Share of successful episodes; None if unknown.
+    """
+
+    mean: float
+    standard_error: float = 0.0
+    interval: tuple[float, float] | None = None
+    episodes: int = 0
+    success_rate: float | None = None
+
+    def __str__(self) -> str:
+        """Returns the mean, and its interval and number of episodes if it is not exact.
+
+        >>> print(Score(-0.0472))
+        -0.047
+        >>> print(Score(0.5, 0.1, (0.31, 0.69), 25))
+        0.500 (95% interval 0.310 to 0.690, 25 episodes)
+        """
+        if not self.episodes:
+            return f"{self.mean:.3f}"
+        interval = ""
+        if self.interval is not None:
+            interval = f"95% interval {self.interval[0]:.3f} to {self.interval[1]:.3f}, "
+        return f"{self.mean:.3f} ({interval}{self.episodes} episodes)"
+
+
+def as_score(result: object, owner: str = "result is") -> Score:
+    """Converts a number, or a result of `evaluate`, to a score.
+
+    Args:
+        result: The number or result.
+        owner: Beginning of the error's message.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if isinstance(result, EvaluationResult):
+        episodes = len(result.returns)
+        if episodes == 1:
+            return Score(result.mean, episodes=1, success_rate=result.success_rate)
+        return Score(result.mean, result.standard_error, result.interval, episodes, result.success_rate)
+    # as_number() returns NaN for anything but a number.
+    is_nan = isinstance(result, (float, np.floating)) and math.isnan(result)
+    number = as_number(result)
+    if math.isnan(number) and not is_nan:
+        raise ConfigError(
+            f"{owner} {excerpt(result)} ({type(result).__name__}); expected a number, or a result of "
+            "llamagym.evaluate()."
+        )
+    return Score(number)
+
+
+def saved_score(record: Any) -> Score | None:
+    """Returns the score that `Score._asdict` and JSON have saved; None if it is damaged."""
+    if not isinstance(record, Mapping) or set(record) != set(Score._fields):
+        return None
+    interval = record["interval"]
+    is_pair = isinstance(interval, (list, tuple)) and len(interval) == 2
+    if interval is not None and not is_pair:
+        return None
+    numbers = [record["mean"], record["standard_error"], record["episodes"], *(interval or ())]
+    numbers += [] if record["success_rate"] is None else [record["success_rate"]]
+    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
+        return None
+    values = {**record, "interval": None if interval is None else tuple(interval)}
+    return Score(**values)
+
+
 def side_by_side(results: Mapping[str, EvaluationResult]) -> str:
     """Returns a table of results, one row per name.
 
@@ -184,6 +262,7 @@ def evaluate(
     num_envs: int | None = None,
     greedy: bool = True,
     judge: Judge | None = None,
+    env_timeout: float | None = None,
 ) -> EvaluationResult:
     """Evaluates an agent or another policy; nothing is learned, and training continues as if this had not been called.
 
@@ -201,12 +280,15 @@ def evaluate(
         num_envs: Number of environments that are stepped together; None as for `train`.
         greedy: Whether an agent takes the most likely choice or token instead of sampling.
         judge: As for `train`.
+        env_timeout: As for `train`.
 
     Raises:
         ConfigError: An argument is of the wrong type or out of range, or `env` cannot be made, or not several times.
+        EnvironmentTimeoutError: The environment took longer than `env_timeout`.
     """
     check_arguments(evaluate, locals())
     require_positive(episodes=episodes, num_envs=num_envs)
+    require_env_timeout(env_timeout)
     base_seed = np.random.SeedSequence(as_seed(seed)).entropy
     assert isinstance(base_seed, int)
     num_envs = resolve_num_envs(env, num_envs)
@@ -217,7 +299,7 @@ def evaluate(
     # Return, length, invalid turns and success by environment; the episodes themselves, with their texts, are dropped.
     outcomes: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
     mode = _evaluation_mode(agent, ids, greedy, base_seed) if isinstance(agent, Agent) else nullcontext()
-    with open_envs(env, [num_envs]) as parts, mode:
+    with open_envs(env, [num_envs], env_timeout) as parts, mode:
         player: Player
         if isinstance(agent, Agent):
             player = AgentPlayer(agent)

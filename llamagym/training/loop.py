@@ -22,15 +22,17 @@ from ..options import as_seed, check_arguments, explains_wrong_calls, require_po
 from ..saving.checkpoints import require_no_checkpoints
 from ..saving.paths import user_folder
 from .callbacks import Callback, Callbacks, is_false, make_plain_
-from .environments import EnvSource, open_envs, resolve_num_envs
-from .episodes import Judge, success_rate
-from .evaluation import own_conversations
+from .comparison import Comparison, read_scores, write_scores
+from .environments import EnvSource, open_envs, require_env_timeout, resolve_num_envs
+from .episodes import Judge
+from .evaluation import Score, own_conversations
 from .play import Play, StepResult
 from .players import AgentPlayer
 from .progress import Progress
 from .report import write_report
+from .result import TrainingResult
 from .run import INTERRUPTED_EXIT_CODE, Interrupts, Run
-from .run_folder import new_run_id, require_run_folder, require_same_run, run_id_of
+from .run_folder import new_run_id, require_no_metrics, require_run_folder, require_same_run, run_id_of
 from .saved_run import SavedRun, saved_on_error
 from .tracking import MultiTracker, Tracker, trackers_of_run
 
@@ -38,35 +40,8 @@ logger = logging.getLogger(__name__)
 
 # With fewer environments a turn costs more, and the episodes run one after another.
 _FEWEST_ENVS = 16
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """Result of `train`, including the part before a resume.
-
-    Attributes:
-        returns: Undiscounted return of each finished episode, in the order of their ends.
-        updates: Statistics of each update.
-        turns: Environment steps taken.
-        message: Why no update ran; empty if one did.
-        successes: Whether each episode succeeded; None where the environment does not say.
-        minutes: Training time, without pauses.
-        report: The HTML report in `run_dir`; None without a folder or an update.
-        success_rate: Share of successful episodes among those with a known outcome; None if none is known.
-    """
-
-    returns: list[float]
-    updates: list[Stats]
-    turns: int
-    message: str
-    successes: list[bool | None] = field(default_factory=list)
-    minutes: float = field(default=math.nan, compare=False)
-    report: Path | None = field(default=None, compare=False)
-
-    @property
-    def success_rate(self) -> float | None:
-        """Share of successful episodes."""
-        return success_rate(self.successes)
+# Of an evaluation before and after a training that writes a folder.
+_EVAL_EPISODES = 100
 
 
 @explains_wrong_calls(positional=2)
@@ -85,7 +60,9 @@ def train(
     callbacks: Sequence[Callback] | Callback | None = None,
     judge: Judge | None = None,
     run_dir: str | Path | None = None,
-    log_with: Sequence[str] = (),
+    eval_episodes: int | None = None,
+    track: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
     checkpoint_dir: str | Path | None = None,
     checkpoint_every: int = 10,
     keep_checkpoints: int = 3,
@@ -135,8 +112,12 @@ def train(
         judge: Function that rewards each finished `PlayedEpisode` before it is learned from, such as a second model.
             It returns a number for the last turn, or a list with one for each turn, which are added to the rewards.
         run_dir: Folder of the run, new, empty or that of the run to resume: `config.json`, `metrics.jsonl`,
-            `transcripts.jsonl`, `checkpoints/` and, at the end, `report.html`. None writes none of these.
-        log_with: With `run_dir`: other trackers for the statistics, as for `default_tracker`.
+            `transcripts.jsonl`, `scores.json`, `checkpoints/` and, at the end, `report.html`. None writes none of them.
+        eval_episodes: Episodes in which the agent is evaluated before and after the training, beside a random policy;
+            replies are the likeliest, as in `evaluate`, and the time does not count as training. None: 100 with
+            `run_dir`, unless a `ScoreCallback` scores the agent, else 0, which evaluates nothing.
+        track: With `run_dir`: other trackers, as for `default_tracker`: "tensorboard", "wandb", "mlflow", "csv".
+        config: Further settings to record in `config.json` and with the trackers, by name.
         checkpoint_dir: Folder of the checkpoints; None is `checkpoints` in `run_dir`, or no checkpoints without it.
         checkpoint_every: Number of updates between two checkpoints; one is also written before the first step. Each
             drops all caches, so observations that recur are processed again after it.
@@ -174,7 +155,11 @@ def train(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
     )
+    if eval_episodes is not None and eval_episodes < 0:
+        raise ConfigError(f"eval_episodes={eval_episodes}. Pass a number of episodes, 0 for no evaluation, or None.")
     all_callbacks = Callbacks(callbacks)
+    if eval_episodes is None:
+        eval_episodes = _EVAL_EPISODES if run_dir is not None and not all_callbacks.score_the_agent else 0
     run = Run(agent, episodes, turns, minutes)
     seed = as_seed(seed)
     size = agent.learner.group_size
@@ -183,10 +168,11 @@ def train(
             f"group_size={group_size}, but the group_size of the agent's learner is {size}. Leave "
             "it out here, and set it in the agent's learner=GRPOConfig(group_size=...)."
         )
+    wanted_num_envs = num_envs
     adapts_num_envs = num_envs is None and size == 1 and not overlap
     num_envs = resolve_num_envs(env, num_envs, size)
     _check_environments(num_envs, size, env_timeout, overlap)
-    folders = _checked_folders(run_dir, checkpoint_dir, log_with, resume)
+    folders = _checked_folders(run_dir, checkpoint_dir, track, resume)
     agent.train()
     collector = collector_of(agent)
     ids = list(range(num_envs))
@@ -205,6 +191,7 @@ def train(
         # Exits first: if a run cannot be resumed, the agent has its own state again.
         ExitStack() as resuming,
     ):
+        run.note = progress.note
         base_seed = collector.draw_seed() if seed is None else seed
         share = (distributed.rank(), distributed.world_size())
         play = Play(AgentPlayer(agent), parts, ids, base_seed, size, judge, share)
@@ -223,6 +210,7 @@ def train(
             run_id = _run_id(folders.run_dir, tracker)
             return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes, run_id)
 
+        comparison = Comparison(agent, env, eval_episodes, wanted_num_envs, judge, env_timeout, progress.note)
         saved_run = None if folders.checkpoint_dir is None else saved_run_in(folders.checkpoint_dir)
         saved_state = saved_run.read(resuming) if saved_run and resume else None
         loop = _Loop(
@@ -230,6 +218,7 @@ def train(
             run=run,
             play=play,
             callbacks=all_callbacks,
+            comparison=comparison,
             progress=progress,
             interrupts=interrupts,
             folders=folders,
@@ -240,8 +229,11 @@ def train(
         )
         # Files are written only now that no argument can be rejected any more.
         settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
-        loop.open_trackers(run_files, settings, log_with, tracker, is_new=saved_state is None)
+        settings |= config or {}
+        loop.open_trackers(run_files, settings, track, tracker, is_new=saved_state is None)
         if saved_state is None:
+            with run.paused():
+                comparison.before()
             loop.begin_episodes()
         else:
             loop.restore_counts(saved_state)
@@ -257,13 +249,16 @@ def train(
         if run.is_finished:
             # Records the end, so that the next call has a budget of its own.
             loop.save()
+        with run.paused():
+            comparison.after()
+        scores = loop.write_scores()
     message = "" if run.updates else collector.why_no_update()
     if message:
         logger.warning(message)
     report = None
     if folders.run_dir is not None and run.updates and distributed.is_main_process():
         report = _report(folders.run_dir)
-    return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes, report)
+    return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes, report, scores)
 
 
 def _check_environments(num_envs: int, group_size: int, env_timeout: float | None, overlap: bool) -> None:
@@ -277,8 +272,7 @@ def _check_environments(num_envs: int, group_size: int, env_timeout: float | Non
             f"num_envs={num_envs} does not divide into groups of {group_size} episodes that start alike. Pass a "
             f"multiple of {group_size}, or another group_size in the agent's learner=GRPOConfig(...)."
         )
-    if env_timeout is not None and not 0 < env_timeout < math.inf:
-        raise ConfigError(f"env_timeout={env_timeout}. Pass a positive number of seconds, or None for no limit.")
+    require_env_timeout(env_timeout)
     if overlap and num_envs < 2 * group_size:
         raise ConfigError(
             f"overlap=True needs two halves, and num_envs={num_envs} is one group of {group_size}. Pass "
@@ -296,7 +290,7 @@ class _Folders:
 
 
 def _checked_folders(
-    run_dir: str | Path | None, checkpoint_dir: str | Path | None, log_with: Sequence[str], resume: bool
+    run_dir: str | Path | None, checkpoint_dir: str | Path | None, track: Sequence[str], resume: bool
 ) -> _Folders:
     """Returns the folders that the arguments of `train` name.
 
@@ -308,8 +302,8 @@ def _checked_folders(
     runs = user_path("runs")
     run_folder = None if run_dir is None else user_folder(run_dir, "run_dir")
     checkpoints = None if checkpoint_dir is None else user_folder(checkpoint_dir, "checkpoint_dir")
-    if log_with and run_folder is None:
-        raise ConfigError(f"log_with={log_with!r} needs the run_dir that trackers write to.")
+    if track and run_folder is None:
+        raise ConfigError(f"track={track!r} needs the run_dir that trackers write to.")
     if run_folder is not None and checkpoints is None:
         checkpoints = run_folder / "checkpoints"
     if resume and checkpoints is None:
@@ -329,6 +323,7 @@ class _Loop:
 
     Attributes:
         saved_run_in: Function that returns the run's checkpoints in a folder.
+        comparison: Evaluates the agent before and after the training.
         saved_run: The run's checkpoints; None without a folder for them.
         adapts_num_envs: Whether the number of environments that act follows the length of episodes.
     """
@@ -337,6 +332,7 @@ class _Loop:
     run: Run
     play: Play
     callbacks: Callbacks
+    comparison: Comparison
     progress: Progress
     interrupts: Interrupts
     folders: _Folders
@@ -351,7 +347,7 @@ class _Loop:
         self,
         run_files: ExitStack,
         settings: Mapping[str, Any],
-        log_with: Sequence[str],
+        track: Sequence[str],
         tracker: Tracker | None,
         is_new: bool,
     ) -> None:
@@ -360,7 +356,7 @@ class _Loop:
         Args:
             run_files: Closes them; the user's stays open.
             settings: Arguments of `train` to record in the folder.
-            log_with: As for `train`.
+            track: As for `train`.
             tracker: As for `train`.
             is_new: Whether the run begins.
 
@@ -371,10 +367,10 @@ class _Loop:
         run_dir = self.folders.run_dir
         if run_dir is not None:
             if is_new:
-                _require_no_metrics(run_dir)
+                require_no_metrics(run_dir)
             config = {"agent": type(self.agent).__name__, **settings, **self.agent.learner.config.to_dict()}
             run_id = "" if self.saved_run is None else self.saved_run.run_id
-            run_trackers = trackers_of_run(run_dir, config, agent=self.agent, log_with=log_with, run_id=run_id)
+            run_trackers = trackers_of_run(run_dir, config, agent=self.agent, track=track, run_id=run_id)
             opened_trackers.append(run_files.enter_context(closing(run_trackers)))
         passed_trackers = [tracker] if tracker is not None and distributed.is_main_process() else []
         self.trackers = MultiTracker(*opened_trackers, *passed_trackers)
@@ -390,10 +386,17 @@ class _Loop:
         self.play.pause(np.arange(self.play.num_envs) >= count)
 
     def restore_counts(self, saved_state: dict[str, Any]) -> None:
-        """Continues the counts of a resumed run."""
+        """Continues the counts and scores of a resumed run."""
+        assert self.saved_run is not None
+        assert self.saved_run.state_file is not None
         self.run.load_state_dict(saved_state)
         self.progress.resume(self.run.returns, len(self.run.updates))
-        self.progress.note(f"resumed after {self.run}; {1 - self.run.progress:.0%} of the budget is left")
+        self.progress.note(
+            f"resumed from {self.saved_run.state_file.parent} after {len(self.run.updates):,} updates, {self.run}; "
+            f"{1 - self.run.progress:.0%} of the budget is left"
+        )
+        if self.folders.run_dir is not None:
+            self.comparison.scores = read_scores(self.folders.run_dir / "scores.json")
 
     def warn_if_replies_may_fail(self) -> None:
         """Warns if a reply in free text may name no action, which would end the training."""
@@ -422,6 +425,7 @@ class _Loop:
                 self.callbacks.raise_error()
                 if saved_state is not None:
                     self._load_callbacks(saved_state["callbacks"])
+                self.write_scores()
             except BaseException:
                 self.trackers.undo_rewind()
                 raise
@@ -495,7 +499,7 @@ class _Loop:
             answers.append(self.callbacks.on_update(self.run, stats))
         if not all(answers):
             self.run.stop()
-        self.progress.advance([episode.total_reward for episode in counted], stats)
+        self.progress.advance([episode.total_reward for episode in counted], stats, result.turns)
         if stats:
             if self.adapts_num_envs:
                 self._limit_acting_envs(_envs_for_batch(self.agent.learner, learner_stats))
@@ -517,6 +521,15 @@ class _Loop:
                 "on_update returned True, which ended the training in earlier versions. Now False ends it, as in "
                 "callbacks, and it goes on. Return False to end it, None to go on."
             )
+
+    def write_scores(self) -> dict[str, Score]:
+        """Writes the scores that are known to the trackers and into the run's folder, and returns them."""
+        scores = self.comparison.scores | self.callbacks.scores
+        if scores and distributed.is_main_process():
+            self.trackers.log_scores(scores, len(self.run.returns))
+            if self.folders.run_dir is not None:
+                write_scores(self.folders.run_dir, scores)
+        return scores
 
     def save(self) -> None:
         """Writes a checkpoint, if there is a folder for it."""
@@ -550,20 +563,6 @@ def _report(run_dir: Path) -> Path | None:
     except (OSError, ConfigError) as error:
         logger.warning("The report of %s cannot be written: %s", run_dir, error)
         return None
-
-
-def _require_no_metrics(run_dir: Path) -> None:
-    """Rejects the folder of another run, whose metrics would be mixed with those of this one.
-
-    Raises:
-        ConfigError: The folder holds metrics.
-    """
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size > 0:
-        raise ConfigError(
-            f"run_dir={str(run_dir)!r} holds the metrics of a run, and no checkpoint to continue from. Pass another "
-            "run_dir, or resume=True with the checkpoint_dir of that run."
-        )
 
 
 def _run_id(run_dir: Path | None, tracker: Tracker | None) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from .. import distributed
+from ..learners.base import UpdateStats
 from ..models.quiet import is_terminal
 from ..options import check_arguments, require_positive
 
@@ -24,20 +25,21 @@ MAX_SILENCE_S = 10.0
 _BAR_REFRESH_S = 1.0
 _NOTEBOOK_COLUMNS = 100
 _BAR_FORMAT = "{percentage:3.0f}%|{bar:20}| {elapsed}<{remaining}{postfix}"
-# Statistics in an update's line; counts are shown only if they are not zero.
-_SHOWN_STATS = ("expected_return", "eval_return", "entropy", "approx_kl")
-_SHOWN_COUNTS = ("skipped_steps", "replay_skipped_steps")
+# In a terminal, updates that follow faster than this share a line.
+_LINE_INTERVAL_S = 2.0
 
 
 class Progress:
     """Shows the progress of a run, in `train` or in a loop of your own.
 
-    In a terminal and in a notebook's cell it is one bar. Elsewhere (a file, a pipe, CI) it is one line per update, and
-    one whenever ten seconds have passed without a line. Of several processes only the main one shows anything.
+    In a terminal it is a bar with the share of the budget, the time left, the speed and the mean return, below a line
+    for each update (every two seconds at most). In a notebook's cell it is the bar alone. Elsewhere (a file, a pipe,
+    CI) it is one line per update, and one whenever ten seconds have passed without a line. Of several processes only
+    the main one shows anything.
 
         with Progress(episodes=1000) as progress:
             while ...:
-                progress.advance(returns_of_episodes_that_ended, agent.terminate_episodes(...))
+                progress.advance(returns_of_episodes_that_ended, agent.terminate_episodes(...), turns=1)
     """
 
     def __init__(
@@ -65,12 +67,15 @@ class Progress:
         self._unit = unit
         self._recent: deque[float] = deque(maxlen=window)
         self._done = 0
+        self._turns = 0
         self._updates = 0
         self._started = time.perf_counter()
+        self._acting_since: float | None = None
         self._last_line = self._started
         self._is_shown = distributed.is_main_process()
         self._bar = _make_bar() if self._is_shown else tqdm(disable=True)
         self._has_bar = not self._bar.disable
+        self._prints_updates = not _is_notebook()
         # The thread and the run both write.
         self._lock = threading.RLock()
         self._is_closed = threading.Event()
@@ -98,21 +103,29 @@ class Progress:
         self._updates = updates
         self.advance(returns, {})
 
-    def advance(self, returns: Sequence[float], stats: Mapping[str, float]) -> None:
+    def advance(self, returns: Sequence[float], stats: Mapping[str, float], turns: int = 0) -> None:
         """Counts finished episodes, and an update if there are statistics of one.
 
         Args:
             returns: Return of each episode that ended since the last call.
             stats: Statistics of an update; empty without one.
+            turns: Number of turns since the last call.
         """
         with self._lock:
+            if self._acting_since is None:
+                self._acting_since = time.perf_counter()
             self._done += len(returns)
+            self._turns += turns
             self._recent.extend(returns)
-            self._updates += bool(stats)
-            if self._has_bar and stats:
+            if not stats:
+                return
+            self._updates += 1
+            silence = time.perf_counter() - self._last_line
+            if self._prints_updates and (not self._has_bar or self._updates == 1 or silence >= _LINE_INTERVAL_S):
+                parts = [*self._summary(), *_shown(stats), f"{self._seconds()} s"]
+                self.note(f"update {self._updates}: {', '.join(parts)}")
+            if self._has_bar:
                 self._draw_bar()
-            elif stats:
-                self.note(f"update {self._updates}: {self._summary()}{_shown(stats)}, {self._seconds()} s")
 
     def note(self, line: str) -> None:
         """Prints a line, above the bar if there is one."""
@@ -128,18 +141,16 @@ class Progress:
                 sys.stderr.write(line + "\n")
                 sys.stderr.flush()
 
-    def _summary(self) -> str:
+    def _summary(self) -> list[str]:
         """Returns the share of the budget, the number of episodes and the mean return, as far as they are known."""
         parts = []
         share = self._share()
-        if share is not None and not self._has_bar:
+        if share is not None:
             parts.append(f"{share:.0%}")
         parts.append(f"{self._done:,} {self._unit}s")
-        if self._has_bar:
-            parts.append(f"{self._updates} updates")
         if self._recent:
             parts.append(f"mean return of the last {len(self._recent)} {np.mean(self._recent):+.3f}")
-        return ", ".join(parts)
+        return parts
 
     def _share(self) -> float | None:
         """Returns the used share of the budget; None if there is no budget."""
@@ -150,7 +161,13 @@ class Progress:
     def _draw_bar(self) -> None:
         share = self._share()
         self._bar.n = 0 if share is None else round(100 * share, 1)
-        self._bar.set_postfix_str(self._summary())
+        parts = [f"{self._done:,} {self._unit}s", f"{self._updates} updates"]
+        if self._turns and self._acting_since is not None:
+            seconds = max(time.perf_counter() - self._acting_since, 1e-3)
+            parts.append(f"{self._turns / seconds:,.0f} turns/s")
+        if self._recent:
+            parts.append(f"mean return {np.mean(self._recent):+.3f}")
+        self._bar.set_postfix_str(", ".join(parts))
 
     def _seconds(self) -> str:
         return f"{time.perf_counter() - self._started:.0f}"
@@ -164,29 +181,26 @@ class Progress:
                 if self._has_bar:
                     self._draw_bar()
                 elif silence >= MAX_SILENCE_S:
-                    self.note(f"{self._summary()}, {self._seconds()} s")
+                    self.note(", ".join([*self._summary(), f"{self._seconds()} s"]))
                     silence = 0.0
             if not self._has_bar:
                 pause = max(0.1, MAX_SILENCE_S - silence)
 
 
-def _shown(stats: Mapping[str, float]) -> str:
-    """Returns the statistics for a line, each after a comma."""
-    text = ""
-    for name in _SHOWN_STATS:
-        if name in stats:
-            text += f", {name} {stats[name]:.3g}"
-    for name in _SHOWN_COUNTS:
-        if stats.get(name):
-            text += f", {name} {stats[name]:.0f}"
-    return text
+def _shown(stats: Mapping[str, float]) -> list[str]:
+    """Returns the statistics for a line; the mean return is in it already."""
+    return UpdateStats({name: value for name, value in stats.items() if name != "return_mean"}).shown()
+
+
+def _is_notebook() -> bool:
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    # IPython in a terminal has no kernel.
+    return hasattr(shell, "kernel")
 
 
 def _make_bar() -> Any:
     """Returns a bar in percent for a notebook or a terminal; elsewhere a disabled one."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    # IPython in a terminal has no kernel.
-    if hasattr(shell, "kernel"):
+    if _is_notebook():
         from IPython.display import display
 
         return tqdm(total=100, bar_format=_BAR_FORMAT, file=_CellOutput(display), ncols=_NOTEBOOK_COLUMNS)

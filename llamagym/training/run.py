@@ -13,7 +13,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -51,6 +51,7 @@ class Run:
         turns: Environment steps taken, over all environments.
         is_resumed: Whether the run continues from a checkpoint.
         is_finished: Whether the call has used up its budget and completed what follows the last step.
+        note: Function that prints a line above the progress bar.
     """
 
     def __init__(self, agent: Agent, episodes: int | None, turns: int | None, minutes: float | None) -> None:
@@ -82,6 +83,7 @@ class Run:
         self._was_stopped = False
         self._has_failed = False
         self.is_finished = False
+        self.note: Callable[[str], None] = logger.info
 
     def __str__(self) -> str:
         """Returns what has been done so far."""
@@ -91,6 +93,15 @@ class Run:
     def minutes(self) -> float:
         """Minutes since the run began, without the time while it was stopped."""
         return (time.perf_counter() - self._started) / 60
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, the minutes of the run stand still."""
+        paused_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - paused_at
 
     @property
     def _used(self) -> dict[str, float]:

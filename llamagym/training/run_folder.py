@@ -27,9 +27,9 @@ _ID_PATTERN = re.compile(r"[0-9a-f]{16}")
 # With the version of the package, or "unknown"; a user's setting of the same name does not match.
 _MARK_PATTERN = re.compile(rf"(?:unknown|\d[\w.!+]*) run ({_ID_PATTERN.pattern})")
 # Files that a run and the examples write.
-_FILES = (CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "summary.json")
+_FILES = (CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "scores.json", "summary.json", "mlflow.db")
 # Folders that a run, the command line and services write below the run's folder.
-_FOLDERS = ("checkpoints", "agent", "llamagym", "wandb")
+_FOLDERS = ("checkpoints", "agent", "llamagym", "wandb", "mlruns")
 
 
 def new_run_id() -> str:
@@ -127,4 +127,18 @@ def require_same_run(run_dir: Path, checkpoint_dir: Path) -> None:
             f"run_dir={str(run_dir)!r} belongs to run {folder_id}, but the newest checkpoint in "
             f"{str(checkpoint_dir)!r} belongs to run {str(checkpoint_ids[-1])[:80]}. "
             "Pass the run_dir of that run, or a new one."
+        )
+
+
+def require_no_metrics(run_dir: Path) -> None:
+    """Rejects the folder of another run, whose metrics would be mixed with those of this one.
+
+    Raises:
+        ConfigError: The folder holds metrics.
+    """
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size > 0:
+        raise ConfigError(
+            f"run_dir={str(run_dir)!r} holds the metrics of a run, and no checkpoint to continue from. Pass another "
+            "run_dir, or resume=True with the checkpoint_dir of that run."
         )

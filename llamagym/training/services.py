@@ -1,20 +1,22 @@
-"""Trackers of accelerate: TensorBoard, Weights & Biases, Trackio, MLflow, Comet and more."""
+"""Trackers of accelerate, which use their own packages: TensorBoard, Weights & Biases, MLflow, Trackio and more."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..agent.agent import Agent, collector_of
 from ..errors import ConfigError, did_you_mean, reason_of
+from .evaluation import Score
 
 _COLUMNS = ("update", "episode", "turn", "read", "reply", "probability", "reward", "value", "advantage")
 
 
 class ServiceTracker:
-    """One of accelerate's trackers; logs the agent's transcripts as a table where the tracker has tables."""
+    """One of accelerate's trackers; logs the agent's transcripts as a table, as text, or as a file, by tracker."""
 
     def __init__(
         self,
@@ -41,39 +43,82 @@ class ServiceTracker:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ConfigError(f"log_with names {name!r}. {did_you_mean(name, [*LOGGER_TYPE_TO_CLASS, 'csv'])}")
+            raise ConfigError(f"track names {name!r}. {did_you_mean(name, [*LOGGER_TYPE_TO_CLASS, 'csv'])}")
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         if tracker_class.requires_logging_directory:
             options["logging_dir"] = str(run_dir)
         try:
+            if name == "mlflow":
+                options |= _mlflow_options(run_dir)
             self._tracker = tracker_class(project, **options)
             self._tracker.start()
         except ImportError as error:
             raise ConfigError(
-                f"log_with={name!r} needs a package that is missing: {error}. Install it (pip install {name}), or drop "
+                f"track={name!r} needs a package that is missing: {error}. Install it (pip install {name}), or drop "
                 "the tracker."
             ) from error
         except Exception as error:  # a service may raise anything
             raise ConfigError(
-                f"log_with={name!r} cannot start with the project {project!r}: {reason_of(error)}. Pass another "
+                f"track={name!r} cannot start with the project {project!r}: {reason_of(error)}. Pass another "
                 "project (or WANDB_PROJECT), or drop the tracker."
             ) from error
         self._tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
         self._agent = agent
+        self._name = name
 
     def log(self, metrics: Mapping[str, float | str], step: int) -> None:
         """Logs metrics, without NaN and infinite ones, and the transcripts of their update."""
-        self._tracker.log({key: value for key, value in metrics.items() if _can_be_shown(value)}, step=step)
-        if self._agent is not None and hasattr(self._tracker, "log_table"):
+        shown = {key: value for key, value in metrics.items() if _can_be_shown(value)}
+        if self._name == "mlflow":
+            shown = {key: value for key, value in shown.items() if not isinstance(value, str)}
+        self._tracker.log(shown, step=step)
+        if self._agent is not None:
             update = int(metrics.get("updates", 0))
             rows = []
             for number, transcript in enumerate(collector_of(self._agent).transcripts, 1):
                 rows += [_row(update, number, turn) for turn in transcript["turns"]]
+            self._log_transcripts(update, rows, step)
+
+    def log_scores(self, scores: Mapping[str, Score], step: int) -> None:
+        """Logs the mean of each policy's evaluation."""
+        self._tracker.log({f"score/{name}": score.mean for name, score in scores.items()}, step=step)
+
+    def _log_transcripts(self, update: int, rows: list[list[Any]], step: int) -> None:
+        if hasattr(self._tracker, "log_table"):
             self._tracker.log_table("transcripts", list(_COLUMNS), rows, step=step)
+        elif self._name == "tensorboard":
+            self._tracker.log({"transcripts": _markdown(rows)}, step=step)
+        elif self._name == "mlflow":
+            import mlflow
+
+            mlflow.log_text(_markdown(rows), f"transcripts/update-{update:06}.md")
 
     def close(self) -> None:
         """Finishes the tracker's run."""
         self._tracker.finish()
+
+
+def _mlflow_options(run_dir: Path) -> dict[str, str]:
+    """Lets MLflow write into a run's folder, unless its environment variable names a server; returns options for it."""
+    import mlflow
+
+    if "MLFLOW_TRACKING_URI" in os.environ:
+        return {}
+    mlflow.set_tracking_uri(f"sqlite:///{run_dir / 'mlflow.db'}")
+    return {"logging_dir": (run_dir / "mlruns").as_uri()}
+
+
+def _markdown(rows: Sequence[Sequence[Any]]) -> str:
+    """Returns rows as a table in Markdown, which TensorBoard renders."""
+    lines = [list(_COLUMNS), ["---"] * len(_COLUMNS), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    """Returns a value as the text of a table's cell."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _row(update: int, episode: int, turn: Mapping[str, Any]) -> list[Any]:

@@ -30,6 +30,7 @@ from ..options import (
 from ..saving.atomic import replace_file
 from ..saving.paths import user_folder
 from ..saving.state_files import saveable_state
+from .evaluation import Score
 from .run_folder import CONFIG, MARK, mark_of, new_run_id, require_run_folder, run_id_of
 from .services import ServiceTracker
 
@@ -43,7 +44,8 @@ class Tracker(Protocol):
     """Records metrics during training.
 
     An error that it raises is logged, and training continues. With an attribute `stops_on_error = True` it ends the
-    training instead, after a checkpoint.
+    training instead, after a checkpoint. A method `log_scores(scores, step)`, if there is one, receives the scores of
+    the agent before and after the training, and of other policies, by name.
     """
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -302,6 +304,17 @@ class MultiTracker:
         if error is not None:
             raise error
 
+    def log_scores(self, scores: Mapping[str, Score], step: int) -> None:
+        """Logs scores to each tracker that has this method."""
+
+        def log(tracker: Tracker) -> None:
+            if hasattr(tracker, "log_scores"):
+                tracker.log_scores(scores, step)
+
+        error = self._call("log scores", log)
+        if error is not None:
+            raise error
+
     def position(self) -> list[Any]:
         """Returns the class name and the position of each tracker that has positions."""
         positions: list[Any] = []
@@ -459,7 +472,7 @@ def default_tracker(
     mode: str | None = None,
     *,
     agent: Agent | None = None,
-    log_with: Sequence[str] = (),
+    track: Sequence[str] = (),
 ) -> Tracker:
     """Returns the trackers of a run's folder: `config.json`, `metrics.jsonl`, `transcripts.jsonl`, and others by name.
 
@@ -471,7 +484,7 @@ def default_tracker(
         project: Project in Weights & Biases, which is used only if a project is set here or in `WANDB_PROJECT`.
         mode: Mode of Weights & Biases: "online", "offline" or "disabled"; None honors `WANDB_MODE`.
         agent: The agent whose transcripts are recorded; None records none.
-        log_with: "csv", or trackers of accelerate: "tensorboard", "wandb", "trackio", "mlflow", ...
+        track: "csv", "tensorboard", "wandb", "mlflow", or another of accelerate's trackers, such as "trackio".
 
     Raises:
         ConfigError: An argument has the wrong type, a tracker is unknown, its package is missing, or the folder is
@@ -480,7 +493,7 @@ def default_tracker(
     check_arguments(default_tracker, locals())
     require_text(run_dir=run_dir)
     folder = user_folder(run_dir, "run_dir")
-    return trackers_of_run(folder, config, project, mode, agent=agent, log_with=log_with)
+    return trackers_of_run(folder, config, project, mode, agent=agent, track=track)
 
 
 def trackers_of_run(
@@ -490,7 +503,7 @@ def trackers_of_run(
     mode: str | None = None,
     *,
     agent: Agent | None = None,
-    log_with: Sequence[str] = (),
+    track: Sequence[str] = (),
     run_id: str = "",
 ) -> MultiTracker:
     """Returns the trackers of a run's folder; see `default_tracker`.
@@ -501,7 +514,7 @@ def trackers_of_run(
         project: As for `default_tracker`.
         mode: As for `default_tracker`.
         agent: As for `default_tracker`.
-        log_with: As for `default_tracker`.
+        track: As for `default_tracker`.
         run_id: Id of the run; empty takes that of the folder, or a new one.
     """
     if not distributed.is_main_process():
@@ -512,7 +525,7 @@ def trackers_of_run(
     if agent is not None:
         settings["dtype"] = str(agent.policy.model.pretrained_model.dtype).removeprefix("torch.")
     project = project or os.environ.get("WANDB_PROJECT")
-    names = list(log_with)
+    names = list(track)
     if project:
         _require_no_links(folder, project)
         if "wandb" not in names:

@@ -157,7 +157,7 @@ CALLS = {
     "ScoreCallback": Call(
         ScoreCallback,
         lambda: {"score": lambda agent: 0.0},
-        {"score": ANY, "every": ANY, "name": TEXT | {"none", "no text"}},
+        {"score": ANY, "every": ANY, "name": TEXT | {"none", "no text"}, "baselines": ANY - {"no entries", "none"}},
     ),
     "StopOnReturn": Call(
         StopOnReturn, lambda: {"mean_return": 1.0}, {"mean_return": NUMBER | {"none"}, "episodes": ANY}
@@ -171,11 +171,13 @@ CALLS = {
             "project": TEXT,
             "mode": TEXT,
             "agent": ANY - {"none"},
-            "log_with": ANY - {"no items"},
+            "track": ANY - {"no items"},
         },
     ),
     "demonstrations_path": Call(demonstrations_path, dict, {"name": ANY}),
-    "evaluate": Call(evaluate, of_run, {**RUN, "episodes": ANY, "greedy": FLAG, "judge": ANY - {"none"}}),
+    "evaluate": Call(
+        evaluate, of_run, {**RUN, "episodes": ANY, "greedy": FLAG, "judge": ANY - {"none"}, "env_timeout": COUNT}
+    ),
     "find_json": Call(find_json, dict, {"reply": ANY - {"no text"}}),
     "load_model_and_tokenizer": Call(
         load_model_and_tokenizer,
@@ -218,7 +220,9 @@ CALLS = {
             "callbacks": ANY - {"none", "no items"},
             "judge": ANY - {"none"},
             "run_dir": FOLDER,
-            "log_with": ANY - {"no items"},
+            "eval_episodes": COUNT,
+            "config": ANY - {"none", "no entries"},
+            "track": ANY - {"no items"},
             "checkpoint_dir": FOLDER,
             "checkpoint_every": ANY,
             "keep_checkpoints": ANY,
@@ -294,7 +298,7 @@ def test_rejects_arguments_by_position_with_their_keywords(name):
     ("config", "option"),
     [
         (config, option.name)
-        for config in (*map(vars(llamagym).get, sorted(CONFIGURATIONS)), WarmStartConfig)
+        for config in (*(getattr(llamagym, name) for name in sorted(CONFIGURATIONS)), WarmStartConfig)
         for option in fields(config)
     ],
     ids=lambda part: part if isinstance(part, str) else part.__name__,

@@ -199,7 +199,7 @@ def test_a_run_is_not_overwritten_and_can_be_resumed(trained, model, run):
     status, printed, _ = run(*command, "--resume", "--prompt", trained / "prompt.yaml")
     assert status == 0
     # 400 before, and so many more as whole steps of 16 environments.
-    assert "1008 turns" in printed
+    assert "1,008 turns" in printed
     after = (trained / "metrics.jsonl").read_text()
     assert after.startswith(before)
     assert len(after) > len(before)

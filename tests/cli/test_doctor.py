@@ -29,7 +29,7 @@ def test_the_embedded_model_passes_all_checks():
     # On a machine that has other work to do, less is looked at in half a minute.
     was_skipped = "no time left" in result.stdout
     assert result.stdout.endswith("All checks passed.\n") or was_skipped
-    assert len(re.findall(r"turns/s acting, [0-9.]+ in a pass of learning", result.stdout)) == 1 or was_skipped
+    assert len(re.findall(r"turns/s acting, [0-9.]+ in a pass of learning", result.stdout)) == 2 or was_skipped
 
 
 @pytest.mark.pairwise(context=["turn", "episode"], family=FAMILIES)
@@ -76,11 +76,14 @@ def test_checks_of_a_slow_model_keep_the_time_limit(seconds):
     assert agent.policy.generation.max_new_tokens == 300
 
 
-def test_speed_is_that_of_acting_and_of_learning():
-    agent = make_agent(WordAgent, ppo={"ppo_epochs": 3})
-    found = {check.name: check.finding for check in agent.preflight().checks}["speed"]
-    acting, learning, both = map(float, re.findall(r"([0-9.]+) (?:free-text|in a pass|with up to 3)", found))
+@pytest.mark.parametrize(("kind", "name"), [(WordAgent, "free text"), (ChoiceAgent, "choices")])
+def test_speed_is_that_of_acting_and_of_learning_in_the_agents_way(kind, name):
+    agent = make_agent(kind, ppo={"ppo_epochs": 3})
+    found = {check.name: check.finding for check in agent.preflight([1, 2]).checks}["speed"]
+    assert found.startswith(f"{name}, new observations: ")
+    acting, learning, both = map(float, re.findall(r"([0-9.]+) (?:turns/s acting|in a pass|with up to 3)", found))
     assert 1 / both == pytest.approx(1 / acting + 3 / learning, rel=0.1)
+    assert ("choices" in found) == (kind is ChoiceAgent)
 
 
 class Forgetful(ChoiceAgent):

@@ -16,7 +16,9 @@ from scripts.api_page import EXAMPLES, PAGE, page
 from tests.helpers.agents import ChoiceAgent, CountdownEnv
 from tests.helpers.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
-ERRORS = {name for name in lg.__all__ if isinstance(vars(lg)[name], type) and issubclass(vars(lg)[name], Exception)}
+ERRORS = {
+    name for name in lg.__all__ if isinstance(getattr(lg, name), type) and issubclass(getattr(lg, name), Exception)
+}
 # Base classes and internals in annotations that users need no name for.
 UNNAMED = {
     "llamagym.options.Options",  # what every configuration is

@@ -439,7 +439,7 @@ def run_folder(tmp_path_factory) -> Path:
     """A run of a loop of one's own: settings, metrics, transcripts, a table."""
     folder = tmp_path_factory.mktemp("run") / "run"
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
-    train(agent, DiceEnv, episodes=8, num_envs=2, seed=0, run_dir=folder, log_with=["csv"])
+    train(agent, DiceEnv, episodes=8, num_envs=2, seed=0, run_dir=folder, track=["csv"])
     (folder / "report.html").unlink()
     shutil.rmtree(folder / "checkpoints")
     return folder
@@ -454,7 +454,7 @@ def test_mutated_run_files_give_a_report_or_a_config_error(run_folder, tmp_path)
 
 def test_mutated_run_files_are_continued_or_a_config_error(run_folder, tmp_path):
     def go_on(folder: Path) -> None:
-        tracker = default_tracker(folder, {"seed": 0}, log_with=["csv"])
+        tracker = default_tracker(folder, {"seed": 0}, track=["csv"])
         tracker.log({"entropy": 1.0, "new": 2.0}, 9)
         tracker.close()
 

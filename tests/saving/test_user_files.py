@@ -254,12 +254,12 @@ def test_a_run_rejects_a_folder_with_other_files(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "transcripts.jsonl", "config.json"])
 def test_a_resumed_run_rejects_linked_files(tmp_path, name):
-    learning(tmp_path / "run", log_with=["csv"])
+    learning(tmp_path / "run", track=["csv"])
     (tmp_path / "precious").write_text("mine\n" * 1000)
     (tmp_path / "run" / name).unlink()
     (tmp_path / "run" / name).symlink_to("../precious")
     with pytest.raises(ConfigError, match=rf"{name}' is a symbolic link"):
-        learning(tmp_path / "run", episodes=20, log_with=["csv"], resume=True)
+        learning(tmp_path / "run", episodes=20, track=["csv"], resume=True)
     assert (tmp_path / "precious").read_text() == "mine\n" * 1000
 
 
@@ -390,7 +390,7 @@ def test_services_reject_a_linked_folder(tmp_path, project):
     (tmp_path / "mine").mkdir()
     (tmp_path / "run" / "lakes").symlink_to("../mine")
     with pytest.raises(ConfigError, match=r"run/lakes' is a symbolic link"):
-        default_tracker(tmp_path / "run", {}, project, log_with=["tensorboard"])
+        default_tracker(tmp_path / "run", {}, project, track=["tensorboard"])
     assert list((tmp_path / "mine").iterdir()) == []
 
 
@@ -863,7 +863,7 @@ def test_a_killed_tracker_can_be_started_again(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tracking, "ServiceTracker", Service)
 
     def start(folder: Path) -> None:
-        tracker = default_tracker(folder, {"seed": 0}, log_with=["csv", "tensorboard"])
+        tracker = default_tracker(folder, {"seed": 0}, track=["csv", "tensorboard"])
         tracker.log({"a": 1.0}, 1)
         tracker.log({"a": 2.0, "b": 1.0}, 2)
         tracker.close()
@@ -910,7 +910,7 @@ def test_a_kill_keeps_the_old_or_the_new_report(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_run_can_be_started_again(tmp_path):
     def start(folder: Path) -> Any:
-        return learning(folder, episodes=6, log_with=["csv"], resume=True)
+        return learning(folder, episodes=6, track=["csv"], resume=True)
 
     def steps(folder: Path) -> list[int]:
         return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -995,13 +995,13 @@ def test_a_run_killed_before_its_first_update_s_checkpoint_restarts_without_dupl
         if stats["updates"] == 2:
             raise KilledError
 
-    whole = learning(tmp_path / "whole", log_with=["csv"])
+    whole = learning(tmp_path / "whole", track=["csv"])
     with pytest.raises(KilledError):
-        learning(tmp_path / "run", on_update=killed, log_with=["csv"], resume=True)
+        learning(tmp_path / "run", on_update=killed, track=["csv"], resume=True)
     # A part of a line.
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9')
-    resumed = learning(tmp_path / "run", log_with=["csv"], resume=True)
+    resumed = learning(tmp_path / "run", track=["csv"], resume=True)
     assert resumed.returns == whole.returns
     for name in ("metrics.jsonl", "metrics.csv"):
         lines = [(tmp_path / folder / name).read_text().splitlines() for folder in ("whole", "run")]

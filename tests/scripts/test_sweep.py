@@ -115,5 +115,5 @@ def test_the_sweep_names_options_that_the_example_has(monkeypatch):
         example.main()
     (args,) = parsed
     # Takes several names.
-    assert args["log_with"] == [drawn.pop("log-with")]
+    assert args["track"] == [drawn.pop("log-with")]
     assert {name: args[name.replace("-", "_")] for name in drawn} == drawn

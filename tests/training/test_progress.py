@@ -106,7 +106,34 @@ def test_shows_a_bar_in_a_terminal(monkeypatch):
     shown = run(monkeypatch, Terminal())
     assert "100%" in shown
     assert "said so\n" in shown
-    assert "update 1:" not in shown
+    # Above the bar, which lines of updates do not repeat.
+    assert shown.count("update 1: 75%, 3 episodes, mean return of the last 2 -0.500, entropy 0.5") == 1
+
+
+def test_the_bar_shows_share_time_left_speed_and_mean_return_and_updates_share_lines(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress(200) as progress:
+        for _ in range(100):
+            progress.advance([0.5], {"entropy": 0.5}, turns=3)
+    shown = stream.getvalue()
+    bar = shown.split("\r")[-1]
+    assert re.search(
+        r" 50%\|.*\| \d\d:\d\d<\d\d:\d\d, 100 episodes, 100 updates, [\d,]+ turns/s, mean return \+0.500", bar
+    )
+    assert "nan" not in shown
+    # A hundred updates in an instant.
+    assert shown.count("update ") == 1
+
+
+def test_an_update_is_printed_as_one_line(capsys):
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 3})
+    train(agent, CountdownEnv, episodes=2, num_envs=1, seed=0, on_update=print)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["update 1", "update 2"]
+    assert all(
+        re.search(r": 3 turns, 1 episodes, return_mean [-\d.]+, entropy 0\.\d+, approx_kl", line) for line in lines
+    )
 
 
 def test_drops_warnings_of_bitsandbytes_about_unused_kernels(caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamagym import Callback, ConfigError, EvaluationResult, Score, ScoreCallback, train
+from llamagym import Callback, ConfigError, EvaluationResult, Score, ScoreCallback, evaluate, train
 from llamagym.saving.checkpoints import newest
+from llamagym.training.comparison import read_scores
+from llamagym.training.evaluation import EVALUATION_SEED, as_score
 from tests.helpers.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.helpers.resumed_run import SIZES, DiceEnv
 
@@ -28,6 +31,7 @@ def _ctrl_c_interrupts():
 
 def learning(folder: Path | None, episodes: int = 12, callbacks: Any = None, env: Any = DiceEnv, **options: Any) -> Any:
     agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn")
+    options = {"eval_episodes": 2 if folder and not callbacks else None, **options}
     return train(agent, env, episodes=episodes, num_envs=2, seed=0, run_dir=folder, callbacks=callbacks, **options)
 
 
@@ -46,7 +50,8 @@ class InterruptAfter(Callback):
 def test_writes_metrics_transcripts_checkpoints_settings_and_a_report(tmp_path):
     result = learning(tmp_path / "run")
     written = {path.name for path in (tmp_path / "run").iterdir()}
-    assert written == {"checkpoints", "config.json", "metrics.jsonl", "report.html", "transcripts.jsonl"}
+    names = {"checkpoints", "config.json", "metrics.jsonl", "report.html", "scores.json", "transcripts.jsonl"}
+    assert written == names
     assert result.report == tmp_path / "run" / "report.html"
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == len(result.updates) > 1
@@ -56,13 +61,113 @@ def test_writes_metrics_transcripts_checkpoints_settings_and_a_report(tmp_path):
     assert newest(tmp_path / "run" / "checkpoints") is not None
 
 
-def test_log_with_adds_a_tracker_and_needs_a_folder(tmp_path):
-    learning(tmp_path / "run", log_with=["csv"])
+def test_evaluates_the_agent_before_and_after_beside_a_random_policy(tmp_path, capsys):
+    result = learning(tmp_path / "run", eval_episodes=20)
+    assert list(result.scores) == ["before", "after", "random"]
+    assert {score.episodes for score in result.scores.values()} == {20}
+    assert read_scores(tmp_path / "run" / "scores.json") == result.scores
+    same = evaluate("random", DiceEnv, episodes=20, seed=EVALUATION_SEED, num_envs=2)
+    assert result.scores["random"] == as_score(same)
+    shown = capsys.readouterr().err
+    lines = str(result).splitlines()
+    assert len(lines) == 5
+    assert lines[-1] == f"Report: {result.report}"
+    for line, (name, score) in zip(lines, result.scores.items(), strict=False):
+        assert line.split() == f"{name} {score}".split()
+        assert f"{name}: {score}\n" in shown
+
+
+def test_evaluations_change_no_training_and_take_none_of_its_time(tmp_path):
+    result, unlooked = learning(None, eval_episodes=50), learning(None)
+    times = ("act_s", "learn_s")
+    updates = [
+        [{key: stats[key] for key in stats if key not in times} for stats in run.updates] for run in (result, unlooked)
+    ]
+    assert updates[0] == updates[1]
+    assert learning(None, eval_episodes=2000).minutes < result.minutes + 0.05
+
+
+def test_a_resumed_run_keeps_its_first_scores_and_says_where_it_goes_on(tmp_path, capsys):
+    before = learning(tmp_path, eval_episodes=10).scores
+    capsys.readouterr()
+    result = learning(tmp_path, episodes=8, eval_episodes=10, resume=True)
+    assert (result.scores["before"], result.scores["random"]) == (before["before"], before["random"])
+    assert result.scores["after"] != before["after"]
+    first_line = capsys.readouterr().err.splitlines()[0]
+    folder = tmp_path / "checkpoints" / "checkpoint-0000000000"
+    assert first_line.startswith(f"resumed from {folder}")
+    assert re.search(r" after \d updates, 12 episodes, \d+ turns, 0.0 minutes; 100% of the budget is left$", first_line)
+
+
+@pytest.mark.parametrize("damage", ["", "[", "[1]", '{"before": 3, "random": {"mean": "x"}}', "[" * 100_000])
+def test_damaged_scores_are_left_out(tmp_path, damage):
+    learning(tmp_path, eval_episodes=2)
+    (tmp_path / "scores.json").write_text(damage)
+    assert list(learning(tmp_path, eval_episodes=2, resume=True).scores) == ["after"]
+
+
+class Picky(DiceEnv):
+    """Accepts only actions that its agent takes."""
+
+    def step(self, action: int) -> Any:
+        if action == 2:
+            raise ValueError("action 2 is not mine")
+        return super().step(action)
+
+
+class Careful(ChoiceAgent):
+    def extract_action(self, response: str) -> int:
+        return min(super().extract_action(response), 1)
+
+
+def test_an_environment_that_rejects_random_actions_is_trained_in_all_the_same(caplog):
+    agent = make_agent(Careful, ppo=SIZES, context="turn")
+    result = train(agent, Picky, episodes=6, num_envs=2, seed=0, eval_episodes=20)
+    assert list(result.scores) == ["before", "after"]
+    assert "A random policy cannot be evaluated in this environment: ValueError('action 2 is not mine')" in caplog.text
+
+
+def test_an_exact_score_replaces_evaluations(tmp_path):
+    exact = ScoreCallback(lambda agent: 0.5 * agent.policy.num_updates, baselines={"random": -1, "optimum": 2.5})
+    result = learning(tmp_path, callbacks=exact)
+    assert {name: score.mean for name, score in result.scores.items()} == {
+        "before": 0.0,
+        "after": 0.5 * len(result.updates),
+        "random": -1.0,
+        "optimum": 2.5,
+    }
+    assert read_scores(tmp_path / "scores.json") == result.scores
+    assert str(result).splitlines()[3].split() == ["optimum", "2.500"]
+    with pytest.raises(ConfigError, match=r"baselines\['random'\] is 'low' \(str\); expected a number"):
+        ScoreCallback(lambda agent: 0.0, baselines={"random": "low"})
+
+
+def test_rejects_a_negative_number_of_evaluation_episodes():
+    with pytest.raises(ConfigError, match="eval_episodes=-1"):
+        learning(None, eval_episodes=-1)
+
+
+def test_a_result_is_shown_briefly_and_with_its_report_in_a_notebook(tmp_path):
+    result = learning(tmp_path, eval_episodes=2)
+    assert repr(result) == f"<TrainingResult: 12 episodes, {result.turns} turns, {len(result.updates)} updates>"
+    page = result._repr_html_()
+    assert page.count("<iframe") == 1
+    assert "&lt;!doctype html&gt;" in page
+    assert "<script" not in page
+    result.report.unlink()
+    assert "<iframe" not in result._repr_html_()
+    unlooked = str(learning(None)).splitlines()
+    assert unlooked[0].startswith("mean return ")
+    assert len(unlooked) == 2
+
+
+def test_track_adds_a_tracker_and_needs_a_folder(tmp_path):
+    learning(tmp_path / "run", track=["csv"])
     assert (tmp_path / "run" / "metrics.csv").is_file()
     with pytest.raises(ConfigError, match="needs the run_dir"):
-        learning(None, log_with=["csv"])
-    with pytest.raises(ConfigError, match="log_with names 'nope'"):
-        learning(tmp_path / "other", log_with=["csv", "nope"])
+        learning(None, track=["csv"])
+    with pytest.raises(ConfigError, match="track names 'nope'"):
+        learning(tmp_path / "other", track=["csv", "nope"])
     assert not (tmp_path / "other").exists()
 
 
@@ -178,7 +283,8 @@ def test_the_last_update_is_scored_once():
 
 def test_a_score_of_evaluate_adds_its_standard_error():
     callback, updates = scored(lambda agent: EvaluationResult([0.0, 1.0]))
-    assert callback.after == Score(0.5, 0.5)
+    assert callback.after == as_score(EvaluationResult([0.0, 1.0]))
+    assert (callback.after.mean, callback.after.standard_error) == (0.5, 0.5)
     assert [stats["standard_error"] for stats in updates] == [0.5, 0.5, 0.5]
 
 
@@ -186,7 +292,7 @@ def test_a_score_of_evaluate_adds_its_standard_error():
     "value", [{"mean": 1}, "7", np.complex64(1 + 2j), np.bytes_(b"7"), 10**5000, None, np.zeros(2)], ids=range(7)
 )
 def test_rejects_a_score_that_is_not_a_number(value):
-    with pytest.raises(ConfigError, match=rf"returned .* \({type(value).__name__}\)\. Return a number"):
+    with pytest.raises(ConfigError, match=rf"returned .* \({type(value).__name__}\); expected a number"):
         scored(lambda agent: value)
 
 
@@ -269,8 +375,8 @@ def test_rejects_paths_that_cannot_be_folders(tmp_path, monkeypatch, path):
 
 
 def test_rejects_a_single_name_of_a_tracker(tmp_path):
-    with pytest.raises(ConfigError, match=r"log_with must be a list of strings, got 'csv' \(str\)"):
-        learning(tmp_path, log_with="csv")
+    with pytest.raises(ConfigError, match=r"track must be a list of strings, got 'csv' \(str\)"):
+        learning(tmp_path, track="csv")
 
 
 def test_trains_without_a_stderr(monkeypatch):

@@ -21,6 +21,7 @@ from llamagym import Callback, ConfigError, EvalCallback, train
 from llamagym.agent.agent import collector_of
 from llamagym.saving.checkpoints import newest
 from llamagym.training import tracking
+from llamagym.training.services import _markdown
 from llamagym.training.tracking import CsvTracker, JsonlTracker, MultiTracker, TranscriptTracker, default_tracker
 from tests.helpers.agents import ChoiceAgent, CountdownEnv, WordAgent, make_agent
 
@@ -46,7 +47,7 @@ def needs(package):
 def test_tensorboard_logs_are_complete(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    _, result = trained(tmp_path, log_with=["tensorboard", "csv"])
+    _, result = trained(tmp_path, track=["tensorboard", "csv"])
     log = EventAccumulator(str(tmp_path / "llamagym")).Reload()
     read = [(event.step, event.value) for event in log.Scalars("entropy")]
     assert [step for step, _ in read] == [2, 4, 6, 8]
@@ -100,11 +101,11 @@ def test_offline_wandb_logs_are_complete_with_a_transcript_table(tmp_path, monke
 
 def test_rejects_unknown_trackers_and_names_missing_packages(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean 'tensorboard'"):
-        default_tracker(tmp_path, {}, log_with=["tensorbord"])
+        default_tracker(tmp_path, {}, track=["tensorbord"])
     assert tmp_path.is_dir()
     if importlib.util.find_spec("swanlab") is None:
         with pytest.raises(ConfigError, match="pip install swanlab"):
-            default_tracker(tmp_path, {}, log_with=["swanlab"])
+            default_tracker(tmp_path, {}, track=["swanlab"])
 
 
 @needs("wandb")
@@ -213,7 +214,7 @@ def test_the_folder_of_a_service_exists_when_it_starts(tmp_path, monkeypatch):
             """Nothing is open."""
 
     monkeypatch.setattr(tracking, "ServiceTracker", Service)
-    default_tracker(tmp_path / "run", {}, log_with=["wandb"]).close()
+    default_tracker(tmp_path / "run", {}, track=["wandb"]).close()
     assert existed == [True]
 
 
@@ -386,7 +387,7 @@ def test_an_environment_may_change_the_working_directory(tmp_path, monkeypatch):
     best = EvalCallback(CountdownEnv, episodes=2, every=1, best_dir="best")
     trackers = MultiTracker(CsvTracker("m.csv"), JsonlTracker("m.jsonl"))
     options = {"run_dir": "run", "checkpoint_dir": "checkpoints", "checkpoint_every": 1, "callbacks": best}
-    result = train(agent, Wandering, episodes=4, num_envs=2, seed=0, tracker=trackers, log_with=["csv"], **options)
+    result = train(agent, Wandering, episodes=4, num_envs=2, seed=0, tracker=trackers, track=["csv"], **options)
     trackers.close()
     assert {path.name for path in (tmp_path / "here").iterdir()} == {"best", "checkpoints", "m.csv", "m.jsonl", "run"}
     assert result.report == tmp_path / "here" / "run" / "report.html"
@@ -497,3 +498,50 @@ def test_started_callbacks_are_notified_of_a_failed_resume(tmp_path):
         with pytest.raises(OSError, match="no state"):
             learning(tmp_path / "run", None, resume=True, callbacks=[started, Unloadable()])
         assert started.heard == ["start", "failed"]
+
+
+@pytest.mark.long
+@needs("mlflow")
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
+def test_mlflow_gets_settings_metrics_scores_and_transcripts_in_the_runs_folder(tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    result = of_folder(tmp_path / "run", ["mlflow"])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    client = MlflowClient(f"sqlite:///{tmp_path / 'run' / 'mlflow.db'}")
+    (experiment,) = client.search_experiments(filter_string="name = 'llamagym'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.params["batch_size"] == "6"
+    assert run.data.metrics["score/after"] == result.scores["after"].mean
+    entropies = [metric.value for metric in client.get_metric_history(run.info.run_id, "entropy")]
+    assert entropies == pytest.approx([stats["entropy"] for stats in result.updates])
+    files = [file.path for file in client.list_artifacts(run.info.run_id, "transcripts")]
+    assert len(files) == len(result.updates)
+    text = Path(client.download_artifacts(run.info.run_id, files[0])).read_text()
+    assert "| Observation 3 |" in text
+
+
+@pytest.mark.long
+@needs("tensorboard")
+def test_tensorboard_gets_scores_and_transcripts_as_text(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = of_folder(tmp_path, ["tensorboard"])
+    log = EventAccumulator(str(tmp_path / "llamagym")).Reload()
+    for name, score in result.scores.items():
+        assert log.Scalars(f"score/{name}")[-1].value == pytest.approx(score.mean)
+    texts = [event.tensor_proto.string_val[0].decode() for event in log.Tensors("transcripts/text_summary")]
+    assert len(texts) == len(result.updates)
+    assert all("| Observation 3 |" in text for text in texts)
+
+
+def of_folder(folder, track):
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+    return train(agent, CountdownEnv, episodes=8, num_envs=2, seed=0, run_dir=folder, eval_episodes=4, track=track)
+
+
+def test_a_cell_of_a_transcript_keeps_its_column():
+    row = [1, 2, 3, "a | b\nc", "left", None, 0.123456, -1.0, None]
+    assert _markdown([row]).splitlines()[-1] == "| 1 | 2 | 3 | a \\| b c | left |  | 0.123 | -1 |  |"
