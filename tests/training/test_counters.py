@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_minutes_count_from_the_call(monkeypatch):
 def test_a_resumed_call_logs_its_progress(tmp_path, capsys):
     play(tmp_path, callbacks=StopAfter(2), episodes=16)
     play(tmp_path, episodes=16)
-    assert "resumed after 8 episodes, 24 turns" in capsys.readouterr().err
+    assert re.search(r"resumed from .*checkpoint-.* after \d updates, 8 episodes, 24 turns", capsys.readouterr().err)
 
 
 @pytest.mark.long

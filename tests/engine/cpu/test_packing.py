@@ -206,9 +206,10 @@ def test_weights_that_float16_represents_take_half_the_bytes(rounding, share, pr
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
 def test_acting_and_learning_pack_each_weight_once_per_direction(kind, monkeypatch):
+    agent = make_agent(kind, context="turn")
+    # The comparison of the first model of a structure packs weights of its own.
     made, pack = [], packing.pack_weight
     monkeypatch.setattr(packing, "pack_weight", lambda *given: made.append(pack(*given)) or made[-1])
-    agent = make_agent(kind, context="turn")
     for name, weight in agent.policy.model.named_parameters():
         if "lora_B" in name or "v_head" in name:
             nn.init.zeros_(weight)
