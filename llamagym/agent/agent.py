@@ -45,6 +45,15 @@ from .text_interface import TextInterface
 
 # Attributes of an agent that its other parts refer to.
 _FIXED_PARTS = frozenset({"model", "tokenizer", "policy", "response_prefix"})
+# What replaces methods of Stable-Baselines3 and TRL.
+_ELSEWHERE = {
+    "learn": "Train with llamagym.train(agent, env, minutes=10), or episodes= or turns=.",
+    "predict": "Act with agent.act(observation), after agent.eval() for the likeliest action.",
+    "set_env": "The environment is an argument: llamagym.train(agent, env, ...), llamagym.evaluate(agent, env, ...).",
+    "get_env": "The environment is an argument: llamagym.train(agent, env, ...), llamagym.evaluate(agent, env, ...).",
+    "generate": "Act with agent.act(observation); agent.policy.model has the model.",
+    "step": "Learn from an episode with agent.terminate_episode(), or by TRL's step with llamagym.PPOTrainer.",
+}
 
 
 class Agent(TextInterface):
@@ -167,6 +176,17 @@ class Agent(TextInterface):
         if sft_warm_start:
             self.sft_from_jsonl()
 
+    def __getattr__(self, name: str) -> Any:
+        """Names what this library has in place of a method of other libraries.
+
+        Raises:
+            AttributeError: The agent has no such attribute.
+        """
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in _ELSEWHERE:
+            message += f". {_ELSEWHERE[name]}"
+        raise AttributeError(message)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute; a new learner takes effect, and other parts of the agent cannot be replaced.
 
@@ -193,25 +213,34 @@ class Agent(TextInterface):
         actor = self._collector.actor
         return [turn.reward for turn in actor.conversation(0).turns] if actor.has_turns(0) else []
 
-    def train(self) -> None:
-        """Switches to sampling, recording and learning, the mode that an agent starts in."""
-        actor = self._collector.actor
-        actor.is_learning = True
-        actor.is_greedy = False
+    def set_training_mode(self, mode: bool, greedy: bool = True) -> None:
+        """Switches between learning and acting only.
 
-    def eval(self, greedy: bool = True) -> None:
-        """Switches to acting only: episodes are not recorded, and neither weights nor the run's calibration change.
+        A new agent is in training mode: it samples, records episodes and learns from them. A loaded one is in
+        evaluation mode: it acts, and neither weights nor the run's calibration change. `llamagym.train` and
+        `llamagym.evaluate` switch by themselves.
 
         Args:
-            greedy: Whether to take the most likely choice or token instead of sampling.
+            mode: True for training mode, False for evaluation mode.
+            greedy: Whether to take the most likely choice or token in evaluation mode, instead of sampling.
 
         Raises:
-            ConfigError: `greedy` is neither True nor False.
+            ConfigError: An argument is neither True nor False.
         """
-        check_arguments(Agent.eval, locals())
+        check_arguments(Agent.set_training_mode, locals())
+        self._collector.is_as_loaded = False
         actor = self._collector.actor
-        actor.is_learning = False
-        actor.is_greedy = greedy
+        actor.is_learning = mode
+        actor.is_greedy = greedy and not mode
+
+    def train(self) -> None:
+        """Switches to training mode, as `set_training_mode(True)`; it is `llamagym.train` that trains."""
+        self.set_training_mode(True)
+
+    def eval(self, greedy: bool = True) -> None:
+        """Switches to evaluation mode, as `set_training_mode(False, greedy)`."""
+        check_arguments(Agent.eval, locals())
+        self.set_training_mode(False, greedy)
 
     def act(self, observation: Any, info: Mapping[str, Any] | None = None) -> Any:
         """Chooses an action in one environment; `act_batch` for a single observation."""
@@ -424,7 +453,9 @@ class Agent(TextInterface):
         model: AutoModelForCausalLMWithValueHead | None = None,
         **options: Any,
     ) -> Self:
-        """Loads what `save` wrote, as an agent of this class.
+        """Loads what `save` wrote, as an agent of this class in evaluation mode.
+
+        To go on learning in a loop of your own, call `agent.train()` first.
 
         Args:
             folder: The saved folder.
@@ -456,6 +487,8 @@ class Agent(TextInterface):
             restore_choices(agent.policy, state, agent.policy.calibrates == saved["calibrate_choices"])
             agent.policy.rng.set_state(state["rng"])
         distributed.reseed_by_rank_(agent.policy.rng)
+        agent.set_training_mode(False)
+        agent._collector.is_as_loaded = True
         return agent
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None, **saved: Any) -> str:

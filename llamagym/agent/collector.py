@@ -72,6 +72,8 @@ class Collector:
         self.replay = None if replay is None else Replay(actor.policy, replay)
         self.alarms = Alarms(_alarm_settings(actor, learner))
         self.buffer: list[Episode] = []
+        # Whether evaluation mode is that of a loaded agent, rather than its user's choice.
+        self.is_as_loaded = False
         self._sample = EpisodeSample(actor.policy.num_updates)
         # Environments whose unfinished episodes may enter a batch.
         self._usable_unfinished: Sequence[Hashable] = ()
@@ -149,7 +151,13 @@ class Collector:
         needs_final = is_recorded and self.learner.has_critic
         for env_id, is_truncated, final in zip(ids, was_truncated, finals, strict=True):
             check_end(env_id, actor.has_turns(env_id), needs_final and is_truncated and final is None)
-        stats = Stats()
+        stats: Stats = UpdateStats()
+        if train and self.is_as_loaded and not actor.is_learning:
+            self.is_as_loaded = False
+            logger.warning(
+                "A loaded agent is in evaluation mode, so it does not learn from this episode. Call agent.train() to "
+                "go on learning, or agent.eval() to leave it as it is."
+            )
         if is_recorded:
             with self._buffer_restored_on_error(), actor.undone_on_error(ids):
                 conversations, own = self._ended(ids, was_truncated, finals, last_infos, group_of)

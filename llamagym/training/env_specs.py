@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import glob
 import logging
 import pickle
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -22,7 +26,8 @@ logger = logging.getLogger(__name__)
 # Attributes that differ between equal environments: random number generators and Gymnasium's caches.
 _IGNORED_ATTRIBUTES = {"_np_random", "_np_random_seed", "env", "_cached_spec"}
 # Gymnasium's wrappers that only record or check.
-_RECORDING_WRAPPERS = ("OrderEnforcing", "PassiveEnvChecker", "RecordEpisodeStatistics", "RecordVideo")
+_VIDEO_WRAPPER = "RecordVideo"
+_RECORDING_WRAPPERS = ("OrderEnforcing", "PassiveEnvChecker", "RecordEpisodeStatistics", _VIDEO_WRAPPER)
 # Levels of environments inside environments that are compared.
 _INNER_LEVELS = 3
 # Seconds that an environment made for a comparison may take to close.
@@ -35,13 +40,17 @@ def can_recreate(env: gymnasium.Env[Any, Any]) -> bool:
     return env.spec is not None and all(wrapper.kwargs is not None for wrapper in env.spec.additional_wrappers)
 
 
-def maker_from_spec(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[Any, Any]]:
-    """Returns a function that makes an environment like `env`; its first call logs attributes that are lost."""
-    is_first = True
+def maker_from_spec(env: gymnasium.Env[Any, Any], number: int) -> Callable[[], gymnasium.Env[Any, Any]]:
+    """Returns a function that makes an environment like `env`.
+
+    The first call of that of number 0 logs attributes that are lost. Its environment alone records videos, if `env`
+    does.
+    """
+    is_first = number == 0
 
     def recreate() -> gymnasium.Env[Any, Any]:
         nonlocal is_first
-        recreated = _make_from_spec(env)
+        recreated = _make_from_spec(env, records_video=number == 0)
         lost = _lost_attributes(env, recreated) if is_first else []
         if lost:
             logger.warning(
@@ -56,14 +65,37 @@ def maker_from_spec(env: gymnasium.Env[Any, Any]) -> Callable[[], gymnasium.Env[
     return recreate
 
 
-def _make_from_spec(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+def _make_from_spec(env: gymnasium.Env[Any, Any], records_video: bool = False) -> gymnasium.Env[Any, Any]:
+    """Makes an environment like `env`; RecordVideo is left out unless `records_video`."""
     try:
-        return gymnasium.make(copy.deepcopy(env.spec))  # type: ignore[arg-type]
+        spec = copy.deepcopy(env.spec)
+        assert spec is not None
+        wrappers = []
+        for wrapper in spec.additional_wrappers:
+            if wrapper.name != _VIDEO_WRAPPER:
+                wrappers.append(wrapper)
+            elif records_video:
+                wrappers.append(replace(wrapper, kwargs=_without_overwriting(wrapper.kwargs or {})))
+        spec.additional_wrappers = tuple(wrappers)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*Overwriting existing videos")
+            return gymnasium.make(spec)
     except (gymnasium.error.Error, AttributeError, ImportError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{env} cannot be made again from its spec: {error} Pass a function that makes it, or num_envs=1 to use it "
             "itself."
         ) from error
+
+
+def _without_overwriting(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options of RecordVideo with a prefix that no video in its folder has; another run may have written it."""
+    prefix = options["name_prefix"]
+    free = prefix
+    number = 1
+    while any(Path(options["video_folder"]).glob(f"{glob.escape(free)}-*")):
+        number += 1
+        free = f"{prefix}-{number}"
+    return {**options, "name_prefix": free}
 
 
 def _lost_attributes(env: gymnasium.Env[Any, Any], recreated: gymnasium.Env[Any, Any]) -> list[str]:
@@ -97,18 +129,18 @@ def _differences_after_reset(
     `patched`, `fresh` and `other` are made from its spec. Only `patched` gets the values of `env` before its reset;
     differences between `fresh` and `other` are random.
     """
-    values = [vars(layer) for layer in wrapper_chain(env)]
-    patched_values = [vars(layer) for layer in wrapper_chain(patched)]
+    values = [vars(layer) for layer in _compared_layers(env)]
+    patched_values = [vars(layer) for layer in _compared_layers(patched)]
     uncopied = []
     for index, name in different:
         try:
             patched_values[index][name] = copy.deepcopy(values[index][name])
         except Exception:  # a connection; and a user's class may raise anything
             uncopied.append((index, name))
-    before = [dict(vars(layer)) for layer in wrapper_chain(fresh)]
+    before = [dict(vars(layer)) for layer in _compared_layers(fresh)]
     for each in (patched, fresh, other):
         each.reset(seed=0)
-    after = [vars(layer) for layer in wrapper_chain(fresh)]
+    after = [vars(layer) for layer in _compared_layers(fresh)]
     random_differences = _differences(other, fresh)
     lost = []
     for attribute in _differences(patched, fresh):
@@ -123,7 +155,7 @@ def _differences_after_reset(
 def _differences(
     env: gymnasium.Env[Any, Any], other: gymnasium.Env[Any, Any], levels: int = _INNER_LEVELS
 ) -> list[tuple[int, str]]:
-    """Returns attributes of `env` that `other` lacks or has with other values: index in `wrapper_chain`, and name.
+    """Returns attributes of `env` that `other` lacks or has with other values: index in `_compared_layers`, name.
 
     Args:
         env: The environment.
@@ -131,9 +163,7 @@ def _differences(
         levels: Levels of environments inside it that are compared.
     """
     different = []
-    for index, (layer, other_layer) in enumerate(zip(wrapper_chain(env), wrapper_chain(other), strict=False)):
-        if is_recording_wrapper(layer):
-            continue
+    for index, (layer, other_layer) in enumerate(zip(_compared_layers(env), _compared_layers(other), strict=False)):
         others = vars(other_layer)
         for name, value in vars(layer).items():
             is_same = name in _IGNORED_ATTRIBUTES or (name in others and _is_alike(value, others[name], levels))
@@ -145,6 +175,11 @@ def _differences(
 def is_recording_wrapper(wrapper: Any) -> bool:
     """Whether a wrapper is one of Gymnasium's that do not change what an environment does."""
     return type(wrapper).__module__.startswith("gymnasium.wrappers") and type(wrapper).__name__ in _RECORDING_WRAPPERS
+
+
+def _compared_layers(env: Any) -> list[Any]:
+    """Returns the wrappers that change what an environment does, from the outside in, and the innermost environment."""
+    return [layer for layer in wrapper_chain(env) if not is_recording_wrapper(layer)]
 
 
 def wrapper_chain(env: Any) -> Iterator[Any]:

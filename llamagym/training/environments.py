@@ -480,7 +480,7 @@ def _env_makers(
             "that does not record its arguments (gymnasium.utils.RecordConstructorArgs). Pass a function that makes "
             "one, or num_envs=1."
         )
-    return [maker_from_spec(env)] * count
+    return [maker_from_spec(env, number) for number in range(count)]
 
 
 def make_env(name: str, **options: Any) -> gymnasium.Env[Any, Any]:

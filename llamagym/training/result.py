@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,8 +53,7 @@ class TrainingResult:
         """Returns the scores, what was done, and where the report is, a line each."""
         lines = score_lines(self.scores)
         if not lines and self.returns:
-            first, last = self.returns[:_WINDOW], self.returns[-_WINDOW:]
-            lines.append(f"mean return {_mean(first)} of the first {len(first)} episodes, {_mean(last)} of the last")
+            lines.append(self._mean_returns())
         lines.append(
             f"{len(self.returns):,} episodes, {self.turns:,} turns, {len(self.updates):,} updates, "
             f"{self.minutes:.1f} minutes"
@@ -65,6 +63,14 @@ class TrainingResult:
         if self.report is not None:
             lines.append(f"Report: {self.report}")
         return "\n".join(lines)
+
+    def _mean_returns(self) -> str:
+        """Returns the mean return at the beginning and at the end, or of all episodes if they are few."""
+        if len(self.returns) <= 2 * _WINDOW:
+            return f"mean return {np.mean(self.returns):+.3f}"
+        first = np.mean(self.returns[:_WINDOW])
+        last = np.mean(self.returns[-_WINDOW:])
+        return f"mean return {first:+.3f} of the first {_WINDOW} episodes, {last:+.3f} of the last"
 
     def __repr__(self) -> str:
         """Returns what was done, without the lists of a long run."""
@@ -89,7 +95,3 @@ def score_lines(scores: dict[str, Score]) -> list[str]:
         mean, _, rest = str(score).partition(" ")
         lines.append(f"{name:<{name_width}}  {mean:>{mean_width}} {rest}".rstrip())
     return lines
-
-
-def _mean(returns: Sequence[float]) -> str:
-    return f"{np.mean(returns):+.3f}"

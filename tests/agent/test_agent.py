@@ -494,3 +494,39 @@ def test_reading_messages_starts_no_conversation():
     assert (
         collector_of(agent).state_dict()["under_way"] == collector_of(make_agent(ChoiceAgent)).state_dict()["under_way"]
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("learn", r"Train with llamagym\.train\(agent, env, minutes=10\)"),
+        ("predict", r"Act with agent\.act\(observation\)"),
+        ("set_env", "The environment is an argument"),
+    ],
+)
+def test_methods_of_other_libraries_are_named_with_what_replaces_them(name, advice):
+    agent = make_agent()
+    with pytest.raises(AttributeError, match=rf"'WordAgent' object has no attribute '{name}'\. {advice}"):
+        getattr(agent, name)
+    assert not hasattr(agent, name)
+    with pytest.raises(AttributeError, match=r"'WordAgent' object has no attribute 'leaern'$"):
+        _ = agent.leaern
+
+
+def test_training_mode_has_one_clear_name():
+    agent = make_agent()
+    actor = actor_of(agent)
+    modes = []
+    for switch in (
+        lambda: agent.set_training_mode(False),
+        lambda: agent.set_training_mode(False, greedy=False),
+        lambda: agent.set_training_mode(True),
+        lambda: agent.eval(),
+        lambda: agent.eval(greedy=False),
+        lambda: agent.train(),
+    ):
+        switch()
+        modes.append((actor.is_learning, actor.is_greedy))
+    assert modes == [(False, True), (False, False), (True, False)] * 2
+    with pytest.raises(ConfigError, match="mode must be True or False"):
+        agent.set_training_mode("yes")

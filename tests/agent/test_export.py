@@ -72,7 +72,35 @@ def test_loads_with_a_model_that_has_no_name(tmp_path):
     agent = WordAgent(model, tiny_tokenizer("llama"), seed=0)
     agent.save(tmp_path / "agent")
     again = WordAgent.load(tmp_path / "agent", model=model)
+    agent.eval()
     assert again.act("x") == WordAgent.load(tmp_path / "agent").act("x") == agent.act("x")
+
+
+def test_a_loaded_agent_only_acts_until_it_is_told_to_learn(base, tmp_path, caplog):
+    trained(ChoiceAgent, base).save(tmp_path / "agent")
+    agent = ChoiceAgent.load(tmp_path / "agent", "cpu", "float32")
+
+    def play() -> Any:
+        agent.act_batch([1, 2])
+        agent.assign_rewards([0.0, 1.0])
+        return agent.terminate_episodes([0, 1])
+
+    before = agent.policy.num_updates
+    greedy = agent.act(3)
+    assert {agent.act_batch([3], [env])[0] for env in range(1, 20)} == {greedy}
+    hint = "A loaded agent is in evaluation mode, so it does not learn from this episode. Call agent.train()"
+    agent.terminate_episodes(range(20), train=False)
+    assert hint not in caplog.text
+    for _ in range(4):
+        play()
+    assert caplog.text.count(hint) == 1
+    assert agent.policy.num_updates == before
+    agent.train()
+    while agent.policy.num_updates == before:
+        play()
+    agent.eval()
+    play()
+    assert caplog.text.count(hint) == 1
 
 
 def test_loads_in_the_saved_dtype(base, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -813,3 +815,64 @@ def test_rejects_a_function_that_returns_the_same_environment_twice(wrap):
     with pytest.raises(ConfigError, match=message):
         train(make_agent(ChoiceAgent), SyncVectorEnv([lambda: wrap(env)] * 4), episodes=4)
     assert evaluate(lambda observation: 1, lambda: wrap(env), episodes=4, num_envs=1).lengths == [3] * 4
+
+
+class Drawn(gym.Env):
+    """Ends after two steps, and is rendered as an image."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 4}
+    observation_space = gym.spaces.Discrete(3)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+        self.left = 0
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[int, dict]:
+        super().reset(seed=seed)
+        self.left = 2
+        return self.left, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        self.left -= 1
+        return self.left, float(action), self.left == 0, False, {}
+
+    def render(self) -> np.ndarray:
+        return np.full((16, 16, 3), 50 * self.left, np.uint8)
+
+
+@pytest.fixture
+def video_writer(monkeypatch):
+    """MoviePy, or a writer in its place: its releases need an older Pillow than the pinned one."""
+    if importlib.util.find_spec("moviepy") is not None:
+        return
+    module = types.ModuleType("moviepy.video.io.ImageSequenceClip")
+
+    class ImageSequenceClip:
+        def __init__(self, frames: list[np.ndarray], fps: int) -> None:
+            self.frames = frames
+
+        def write_videofile(self, path: str, logger: object) -> None:
+            Path(path).write_bytes(np.stack(self.frames).tobytes())
+
+    module.ImageSequenceClip = ImageSequenceClip
+    for name in ("moviepy", "moviepy.video", "moviepy.video.io"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_one_of_many_environments_records_videos_and_none_is_overwritten(tmp_path, monkeypatch, video_writer, caplog):
+    monkeypatch.setitem(gym.registry, "Drawn-v0", gym.envs.registration.EnvSpec("Drawn-v0", Drawn))
+    folder = tmp_path / "videos"
+    env = gym.wrappers.RecordVideo(
+        gym.make("Drawn-v0", render_mode="rgb_array"), str(folder), episode_trigger=lambda episode: episode < 2
+    )
+    agent = make_agent(ChoiceAgent, ppo={"batch_size": 64}, context="turn")
+    train(agent, env, turns=160)
+    trained = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(trained) == {"rl-video-episode-0.mp4", "rl-video-episode-1.mp4"}
+    evaluate(agent, env, episodes=200)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {*trained, "rl-video-2-episode-0.mp4", "rl-video-2-episode-1.mp4"}
+    assert all((folder / name).read_bytes() == content for name, content in trained.items())
+    assert "attributes" not in caplog.text
