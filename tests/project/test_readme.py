@@ -98,11 +98,12 @@ def test_snippets_run_and_print_nothing_else(tmp_path):
     hands = [line for line in printed if re.search(r"hands, mean return [+-]\d", line)]
     assert len(returns) == 3
     assert len(hands) >= 1
-    assert len(printed) == len(returns) + len(hands) + 2
+    # A result has five lines, and an evaluation one.
+    assert len(printed) == len(returns) + len(hands) + 6
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
     assert (tmp_path / "my-agent").is_dir()
     # Progress is all that goes to stderr.
-    progress = re.compile(r"(update \d+: )?\d+%, [\d,]+ episodes")
+    progress = re.compile(r"(update \d+: )?\d+%, [\d,]+ episodes|evaluating before|(before|after|random): -?\d")
     assert [line for line in result.stderr.splitlines() if not progress.match(line)] == []
 
 
