@@ -118,11 +118,12 @@ def evaluate(**options: Any) -> None:
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN_DIR...")
 @click.option("--out", type=click.Path(dir_okay=False), help="What to write.  [default: report.html in the first run]")
-def report(runs: tuple[str, ...], out: str | None) -> None:
+@click.option("--watch", is_flag=True, help="Write it again every few seconds, until Ctrl-C; the page reloads itself.")
+def report(runs: tuple[str, ...], out: str | None, watch: bool) -> None:
     """Write one HTML page about one or several runs: scores, curves, alarms and episodes to read."""
-    from ..training import write_report
+    from . import report as command
 
-    click.echo(write_report(runs, out or Path(runs[0]) / "report.html"))
+    command.report(runs, Path(out) if out else Path(runs[0]) / "report.html", watch)
 
 
 @cli.command()

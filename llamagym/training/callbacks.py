@@ -27,8 +27,9 @@ from ..saving.paths import user_folder
 from ..saving.state_files import saveable_state
 from .environments import EnvSource
 from .episodes import PlayedEpisode
-from .evaluation import EVALUATION_SEED, EvaluationResult, Score, as_score, evaluate, saved_score
+from .evaluation import EVALUATION_SEED, EvaluationResult, as_score, evaluate
 from .loop_state import is_count, is_real, require_part
+from .report.scores import Score, saved_score
 from .run import Run
 
 logger = logging.getLogger(__name__)

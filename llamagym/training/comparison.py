@@ -1,21 +1,17 @@
-"""Compares the agent before and after a training with a random policy, and keeps the scores in the run's folder."""
+"""Compares the agent before and after a training with a random policy."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from .. import distributed
 from ..agent.agent import Agent
-from ..options import json_safe
-from ..saving.atomic import replace_file
 from .environments import EnvSource
 from .episodes import Judge
-from .evaluation import EVALUATION_SEED, EvaluationResult, Score, as_score, evaluate, saved_score
+from .evaluation import EVALUATION_SEED, EvaluationResult, as_score, evaluate
+from .report.scores import Score
 
 logger = logging.getLogger(__name__)
 
@@ -85,20 +81,3 @@ class Comparison:
     def _take(self, name: str, result: EvaluationResult) -> None:
         self.scores[name] = as_score(result)
         self._note(f"{name}: {self.scores[name]}")
-
-
-def write_scores(folder: Path, scores: Mapping[str, Score]) -> None:
-    """Writes the scores of a run into its folder."""
-    records = {name: score._asdict() for name, score in scores.items()}
-    replace_file(folder / "scores.json", json.dumps(json_safe(records), indent=1) + "\n")
-
-
-def read_scores(path: Path) -> dict[str, Score]:
-    """Returns the scores in a file; without those that are damaged."""
-    records = None
-    with suppress(OSError, ValueError, RecursionError):
-        records = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(records, dict):
-        return {}
-    scores = {name: saved_score(record) for name, record in records.items()}
-    return {name: score for name, score in scores.items() if score is not None}

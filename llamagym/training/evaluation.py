@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.vector import VectorEnv
@@ -19,6 +18,7 @@ from .environments import EnvSource, open_envs, require_env_timeout, resolve_num
 from .episodes import Judge, success_rate
 from .play import Play
 from .players import AgentPlayer, Player, Policy, PolicyPlayer
+from .report.scores import Score
 
 EVALUATION_SEED = 1_000_000
 """Default seed of evaluation episodes, far from usual training seeds."""
@@ -152,39 +152,6 @@ def _bootstrap_interval(returns: Sequence[float]) -> tuple[float, float]:
     return mean + factor * (float(low) - mean), mean + factor * (float(high) - mean)
 
 
-class Score(NamedTuple):
-    """A measurement of a policy.
-
-    Attributes:
-        mean: The mean return, or another score, in the unit of the function that computed it.
-        standard_error: Its standard error; 0 if the score is computed exactly.
-        interval: 95 % confidence interval of the mean; None if the score is computed exactly, or of a single episode.
-        episodes: Number of played episodes; 0 if the score is computed exactly.
-        success_rate: Share of successful episodes; None if unknown.
-    """
-
-    mean: float
-    standard_error: float = 0.0
-    interval: tuple[float, float] | None = None
-    episodes: int = 0
-    success_rate: float | None = None
-
-    def __str__(self) -> str:
-        """Returns the mean, and its interval and number of episodes if it is not exact.
-
-        >>> print(Score(-0.0472))
-        -0.047
-        >>> print(Score(0.5, 0.1, (0.31, 0.69), 25))
-        0.500 (95% interval 0.310 to 0.690, 25 episodes)
-        """
-        if not self.episodes:
-            return f"{self.mean:.3f}"
-        interval = ""
-        if self.interval is not None:
-            interval = f"95% interval {self.interval[0]:.3f} to {self.interval[1]:.3f}, "
-        return f"{self.mean:.3f} ({interval}{self.episodes} episodes)"
-
-
 def as_score(result: object, owner: str = "result is") -> Score:
     """Converts a number, or a result of `evaluate`, to a score.
 
@@ -209,22 +176,6 @@ def as_score(result: object, owner: str = "result is") -> Score:
             "llamagym.evaluate()."
         )
     return Score(number)
-
-
-def saved_score(record: Any) -> Score | None:
-    """Returns the score that `Score._asdict` and JSON have saved; None if it is damaged."""
-    if not isinstance(record, Mapping) or set(record) != set(Score._fields):
-        return None
-    interval = record["interval"]
-    is_pair = isinstance(interval, (list, tuple)) and len(interval) == 2
-    if interval is not None and not is_pair:
-        return None
-    numbers = [record["mean"], record["standard_error"], record["episodes"], *(interval or ())]
-    numbers += [] if record["success_rate"] is None else [record["success_rate"]]
-    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
-        return None
-    values = {**record, "interval": None if interval is None else tuple(interval)}
-    return Score(**values)
 
 
 def side_by_side(results: Mapping[str, EvaluationResult]) -> str:
@@ -298,7 +249,7 @@ def evaluate(
     quotas = [episodes // num_envs + (index < episodes % num_envs) for index in range(num_envs)]
     # Return, length, invalid turns and success by environment; the episodes themselves, with their texts, are dropped.
     outcomes: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
-    mode = _evaluation_mode(agent, ids, greedy, base_seed) if isinstance(agent, Agent) else nullcontext()
+    mode = evaluation_mode(agent, ids, greedy, base_seed) if isinstance(agent, Agent) else nullcontext()
     with open_envs(env, [num_envs], env_timeout) as parts, mode:
         player: Player
         if isinstance(agent, Agent):
@@ -321,7 +272,7 @@ def evaluate(
 
 
 @contextmanager
-def _evaluation_mode(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: int) -> Iterator[None]:
+def evaluation_mode(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: int) -> Iterator[None]:
     """While open, an agent acts in `eval`, with random numbers and conversations of its own.
 
     Args:

@@ -18,21 +18,21 @@ from .. import distributed
 from ..agent.agent import Agent, collector_of
 from ..errors import CheckpointError, ConfigError
 from ..learners.base import Learner, Stats
-from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive, user_path
-from ..saving.checkpoints import require_no_checkpoints
-from ..saving.paths import user_folder
+from ..options import as_seed, check_arguments, explains_wrong_calls, require_positive
 from .callbacks import Callback, Callbacks, is_false, make_plain_
-from .comparison import Comparison, read_scores, write_scores
+from .comparison import Comparison
 from .environments import EnvSource, open_envs, require_env_timeout, resolve_num_envs
 from .episodes import Judge
-from .evaluation import Score, own_conversations
+from .evaluation import own_conversations
+from .pictures import Pictures
 from .play import Play, StepResult
 from .players import AgentPlayer
 from .progress import Progress
 from .report import write_report
+from .report.scores import Score, read_scores, write_scores
 from .result import TrainingResult
 from .run import INTERRUPTED_EXIT_CODE, Interrupts, Run
-from .run_folder import new_run_id, require_no_metrics, require_run_folder, require_same_run, run_id_of
+from .run_folder import RunFolders, checked_folders, new_run_id, require_no_metrics, run_id_of
 from .saved_run import SavedRun, saved_on_error
 from .tracking import MultiTracker, Tracker, trackers_of_run
 
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 # With fewer environments a turn costs more, and the episodes run one after another.
 _FEWEST_ENVS = 16
-# Of an evaluation before and after a training that writes a folder.
 _EVAL_EPISODES = 100
 
 
@@ -112,7 +111,7 @@ def train(
         judge: Function that rewards each finished `PlayedEpisode` before it is learned from, such as a second model.
             It returns a number for the last turn, or a list with one for each turn, which are added to the rewards.
         run_dir: Folder of the run, new, empty or that of the run to resume: `config.json`, `metrics.jsonl`,
-            `transcripts.jsonl`, `scores.json`, `checkpoints/` and, at the end, `report.html`. None writes none of them.
+            `transcripts.jsonl`, `scores.json`, `checkpoints/` and, at the end, `report.html`. None writes nothing.
         eval_episodes: Episodes in which the agent is evaluated before and after the training, beside a random policy;
             replies are the likeliest, as in `evaluate`, and the time does not count as training. None: 100 with
             `run_dir`, unless a `ScoreCallback` scores the agent, else 0, which evaluates nothing.
@@ -172,7 +171,7 @@ def train(
     adapts_num_envs = num_envs is None and size == 1 and not overlap
     num_envs = resolve_num_envs(env, num_envs, size)
     _check_environments(num_envs, size, env_timeout, overlap)
-    folders = _checked_folders(run_dir, checkpoint_dir, track, resume)
+    folders = checked_folders(run_dir, checkpoint_dir, track, resume)
     agent.train()
     collector = collector_of(agent)
     ids = list(range(num_envs))
@@ -211,6 +210,7 @@ def train(
             return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes, run_id)
 
         comparison = Comparison(agent, env, eval_episodes, wanted_num_envs, judge, env_timeout, progress.note)
+        pictures = Pictures(agent, env, folders.run_dir)
         saved_run = None if folders.checkpoint_dir is None else saved_run_in(folders.checkpoint_dir)
         saved_state = saved_run.read(resuming) if saved_run and resume else None
         loop = _Loop(
@@ -229,11 +229,14 @@ def train(
         )
         # Files are written only now that no argument can be rejected any more.
         settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
+        # Without a seed here, the learner's is recorded, which is the agent's.
+        settings = {name: value for name, value in settings.items() if name != "seed" or seed is not None}
         settings |= config or {}
         loop.open_trackers(run_files, settings, track, tracker, is_new=saved_state is None)
         if saved_state is None:
             with run.paused():
                 comparison.before()
+                pictures.before()
             loop.begin_episodes()
         else:
             loop.restore_counts(saved_state)
@@ -251,6 +254,7 @@ def train(
             loop.save()
         with run.paused():
             comparison.after()
+            pictures.after()
         scores = loop.write_scores()
     message = "" if run.updates else collector.why_no_update()
     if message:
@@ -280,43 +284,6 @@ def _check_environments(num_envs: int, group_size: int, env_timeout: float | Non
         )
 
 
-@dataclass(frozen=True)
-class _Folders:
-    """The folders that a call of `train` writes to; `runs` is for an interrupted run without the others."""
-
-    run_dir: Path | None
-    checkpoint_dir: Path | None
-    runs: Path
-
-
-def _checked_folders(
-    run_dir: str | Path | None, checkpoint_dir: str | Path | None, track: Sequence[str], resume: bool
-) -> _Folders:
-    """Returns the folders that the arguments of `train` name.
-
-    Raises:
-        ConfigError: A folder is missing, invalid, or of something else.
-        CheckpointError: The folder has checkpoints, and `resume` is False.
-    """
-    # Resolved now, since an environment may change the working directory.
-    runs = user_path("runs")
-    run_folder = None if run_dir is None else user_folder(run_dir, "run_dir")
-    checkpoints = None if checkpoint_dir is None else user_folder(checkpoint_dir, "checkpoint_dir")
-    if track and run_folder is None:
-        raise ConfigError(f"track={track!r} needs the run_dir that trackers write to.")
-    if run_folder is not None and checkpoints is None:
-        checkpoints = run_folder / "checkpoints"
-    if resume and checkpoints is None:
-        raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
-    if resume and run_folder is not None and checkpoints is not None:
-        require_run_folder(run_folder)
-        require_same_run(run_folder, checkpoints)
-    if checkpoints is not None and not resume:
-        with distributed.main_process_first():
-            require_no_checkpoints(checkpoints)
-    return _Folders(run_folder, checkpoints, runs)
-
-
 @dataclass
 class _Loop:
     """The steps of a training, and the objects that they work on.
@@ -335,7 +302,7 @@ class _Loop:
     comparison: Comparison
     progress: Progress
     interrupts: Interrupts
-    folders: _Folders
+    folders: RunFolders
     saved_run_in: Callable[[Path], SavedRun]
     saved_run: SavedRun | None
     on_update: Callable[[Stats], bool | None] | None
@@ -368,7 +335,9 @@ class _Loop:
         if run_dir is not None:
             if is_new:
                 require_no_metrics(run_dir)
-            config = {"agent": type(self.agent).__name__, **settings, **self.agent.learner.config.to_dict()}
+            learner = self.agent.learner.config
+            config = {"agent": type(self.agent).__name__, "learner": type(learner).__name__, **settings}
+            config |= learner.to_dict()
             run_id = "" if self.saved_run is None else self.saved_run.run_id
             run_trackers = trackers_of_run(run_dir, config, agent=self.agent, track=track, run_id=run_id)
             opened_trackers.append(run_files.enter_context(closing(run_trackers)))

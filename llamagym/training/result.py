@@ -11,7 +11,7 @@ import numpy as np
 
 from ..learners.base import Stats
 from .episodes import success_rate
-from .evaluation import Score
+from .report.scores import Score
 
 # Number of episodes at each end of a run whose mean return is shown.
 _WINDOW = 100

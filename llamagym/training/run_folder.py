@@ -10,14 +10,19 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from .. import distributed
 from ..errors import ConfigError
+from ..options import user_path
 from ..saving.atomic import is_scratch_file
-from ..saving.checkpoints import manifests
+from ..saving.checkpoints import manifests, require_no_checkpoints
 from ..saving.manifest import llamagym_version
+from ..saving.paths import user_folder
 
 CONFIG = "config.json"
 MARK = "llamagym"
@@ -27,7 +32,10 @@ _ID_PATTERN = re.compile(r"[0-9a-f]{16}")
 # With the version of the package, or "unknown"; a user's setting of the same name does not match.
 _MARK_PATTERN = re.compile(rf"(?:unknown|\d[\w.!+]*) run ({_ID_PATTERN.pattern})")
 # Files that a run and the examples write.
-_FILES = (CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "scores.json", "summary.json", "mlflow.db")
+_FILES = (
+    *(CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "scores.json", "policy.json", "shown.jsonl"),
+    *("summary.json", "mlflow.db"),
+)
 # Folders that a run, the command line and services write below the run's folder.
 _FOLDERS = ("checkpoints", "agent", "llamagym", "wandb", "mlruns")
 
@@ -142,3 +150,40 @@ def require_no_metrics(run_dir: Path) -> None:
             f"run_dir={str(run_dir)!r} holds the metrics of a run, and no checkpoint to continue from. Pass another "
             "run_dir, or resume=True with the checkpoint_dir of that run."
         )
+
+
+@dataclass(frozen=True)
+class RunFolders:
+    """The folders that a call of `train` writes to; `runs` is for an interrupted run without the others."""
+
+    run_dir: Path | None
+    checkpoint_dir: Path | None
+    runs: Path
+
+
+def checked_folders(
+    run_dir: str | Path | None, checkpoint_dir: str | Path | None, track: Sequence[str], resume: bool
+) -> RunFolders:
+    """Returns the folders that the arguments of `train` name.
+
+    Raises:
+        ConfigError: A folder is missing, invalid, or of something else.
+        CheckpointError: The folder has checkpoints, and `resume` is False.
+    """
+    # Resolved now, since an environment may change the working directory.
+    runs = user_path("runs")
+    run_folder = None if run_dir is None else user_folder(run_dir, "run_dir")
+    checkpoints = None if checkpoint_dir is None else user_folder(checkpoint_dir, "checkpoint_dir")
+    if track and run_folder is None:
+        raise ConfigError(f"track={track!r} needs the run_dir that trackers write to.")
+    if run_folder is not None and checkpoints is None:
+        checkpoints = run_folder / "checkpoints"
+    if resume and checkpoints is None:
+        raise ConfigError("resume=True needs the run_dir or checkpoint_dir of the run to continue.")
+    if resume and run_folder is not None and checkpoints is not None:
+        require_run_folder(run_folder)
+        require_same_run(run_folder, checkpoints)
+    if checkpoints is not None and not resume:
+        with distributed.main_process_first():
+            require_no_checkpoints(checkpoints)
+    return RunFolders(run_folder, checkpoints, runs)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..agent.agent import Agent, collector_of
 from ..errors import ConfigError, did_you_mean, reason_of
-from .evaluation import Score
+from .report.scores import Score
 
 _COLUMNS = ("update", "episode", "turn", "read", "reply", "probability", "reward", "value", "advantage")
 

@@ -30,7 +30,7 @@ from ..options import (
 from ..saving.atomic import replace_file
 from ..saving.paths import user_folder
 from ..saving.state_files import saveable_state
-from .evaluation import Score
+from .report.scores import Score
 from .run_folder import CONFIG, MARK, mark_of, new_run_id, require_run_folder, run_id_of
 from .services import ServiceTracker
 

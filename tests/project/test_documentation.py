@@ -120,7 +120,14 @@ def small(tmp_path_factory) -> Any:
 # Names of other libraries, LlamaGym 0.1.1 and shells that pages show as code.
 FOREIGN = {
     *("MaskablePPO", "AsyncGRPOTrainer", "custom_module_functions", "custom_updater"),
-    *("BaseCallback", "CheckpointCallback", "StopTrainingOnRewardThreshold", "SubprocVecEnv", "VecNormalize", "Monitor"),
+    *(
+        "BaseCallback",
+        "CheckpointCallback",
+        "StopTrainingOnRewardThreshold",
+        "SubprocVecEnv",
+        "VecNormalize",
+        "Monitor",
+    ),
     *("MlpPolicy", "MultiInputPolicy", "evaluate_policy", "n_eval_episodes", "make_vec_env", "deterministic", "logs"),
     *("n_epochs", "n_envs", "n_steps", "ent_coef", "clip_range", "tensorboard_log", "progress_bar", "total_timesteps"),
     *("reset_num_timesteps", "obs", "predict", "learn", "RecordVideo"),

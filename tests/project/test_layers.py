@@ -27,7 +27,7 @@ PACKAGES = {
     "training": {"saving", "text", "models", "policy", "learners", "agent", "training.report"},
     "envs": set(),
     "cli": {"saving", "text", "models", "policy", "learners", "training", "agent"},
-    "training.report": {"agent", "saving"},
+    "training.report": {"agent", "learners", "saving"},
 }
 # Modules that any module may import.
 BASE_MODULES = {"errors", "options", "distributed"}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import json
 import random
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 
 from llamagym import ConfigError, train
@@ -20,6 +24,7 @@ from llamagym.training.tracking import default_tracker
 from tests.helpers.agents import ChoiceAgent, CountdownEnv, make_agent
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 HOSTILE = 'says </script><script>alert("x")</script> <!-- & </p>'
 
 
@@ -35,12 +40,34 @@ def runs(tmp_path_factory):
     for name, kind in (("first", Hostile), ("second", ChoiceAgent)):
         folders.append(tmp_path_factory.mktemp("runs") / name)
         agent = make_agent(kind, context="turn", ppo={"batch_size": 24})
-        tracker = default_tracker(folders[-1], {"seed": 0}, agent=agent)
+        tracker = default_tracker(folders[-1], {"seed": 0, "note": name}, agent=agent)
         train(agent, CountdownEnv, episodes=24, num_envs=4, seed=0, tracker=tracker)
         # An alarm's statistics, so that there is one to show.
         tracker.log({"approx_kl": 0.3, "updates": 99}, 25)
         tracker.close()
     return folders
+
+
+class LakeAgent(ChoiceAgent):
+    choices = ("left", "down", "right", "up")
+
+    def extract_action(self, response: str) -> int:
+        return self.choices.index(response)
+
+    def states(self) -> dict[tuple[str, str], int]:
+        return {(f"row {number // 4}", f"column {number % 4}"): number for number in range(16)}
+
+
+@pytest.fixture(scope="module")
+def lakes(tmp_path_factory):
+    """Two runs that differ in their seed, of an agent that lists its states, in an environment that renders text."""
+    folders, results = [], []
+    for seed in (0, 1):
+        folders.append(tmp_path_factory.mktemp("lakes") / f"lake-{seed}")
+        agent = make_agent(LakeAgent, context="turn", ppo={"batch_size": 32, "ppo_epochs": 2})
+        env = gym.make("FrozenLake-v1", is_slippery=False)
+        results.append(train(agent, env, turns=150, num_envs=8, seed=seed, run_dir=folders[-1], eval_episodes=20))
+    return folders, results
 
 
 def dom(page: Path, *options: str, width: int = 390) -> tuple[str, str]:
@@ -51,13 +78,26 @@ def dom(page: Path, *options: str, width: int = 390) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
+def answer(page: Path, script: str, *options: str) -> Any:
+    """What a script, run at the end of a page, gives as JSON; it may wait for a promise."""
+    copy = page.with_name(f"{page.stem}-asked.html")
+    ask = f"(async () => {{ {script} }})().then(given => {{ document.title = JSON.stringify(given); }});"
+    copy.write_text(page.read_text().replace("</body>", f"<script>{ask}</script></body>"))
+    shown, said = dom(copy, "--virtual-time-budget=30000", *options)
+    assert "CONSOLE" not in said, said
+    return json.loads(html.unescape(re.findall(r"<title>(.*?)</title>", shown, re.DOTALL)[0]))
+
+
 @pytest.mark.long
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@needs_browser
 def test_a_browser_shows_curves_alarms_and_episodes_without_an_error(runs, tmp_path):
     shown, said = dom(write_report(runs, tmp_path / "report.html"))
     assert "CONSOLE" not in said
-    assert shown.count("<figure") == 6
-    assert shown.count('class="curve') == 2 * 7
+    # Nothing in these runs is invalid: that curve would be constant, and is left out.
+    assert shown.count("<figure") == 5
+    assert "<figcaption>Entropy" in shown
+    assert "<figcaption>Replies without" not in shown
+    assert shown.count('class="curve') == 2 * 6
     assert shown.count('class="card alarm"') == 2
     assert "approx_kl jumped to 0.300" in shown
     told = [json.loads(line) for run in runs for line in (run / "transcripts.jsonl").read_text().splitlines()]
@@ -67,6 +107,187 @@ def test_a_browser_shows_curves_alarms_and_episodes_without_an_error(runs, tmp_p
     assert "says &lt;/script&gt;&lt;script&gt;alert" in shown
     assert shown.count('class="bar') == 9
     assert shown.count("<script") == 2
+
+
+@pytest.mark.long
+@needs_browser
+def test_the_first_row_shows_what_the_terminal_printed(lakes, tmp_path):
+    folders, results = lakes
+    page = write_report(folders[:1], tmp_path / "report.html")
+    tiles = answer(page, 'return [...document.querySelectorAll("#scores .tile")].map(tile => tile.innerText);')
+    printed = str(results[0]).splitlines()
+    for tile, (name, score), line in zip(tiles, results[0].scores.items(), printed, strict=False):
+        mean, shown_name, basis = tile.split("\n")
+        assert (shown_name, mean) == (name, f"{score.mean:.3f}")
+        assert line.split() == f"{name} {mean} (95% interval {basis})".split()
+
+
+@pytest.mark.long
+@needs_browser
+def test_seeds_share_a_curve_with_a_band_and_the_axis_can_be_chosen(lakes, tmp_path):
+    page = write_report(lakes[0], tmp_path / "report.html")
+    script = """
+        const count = name => document.querySelectorAll("figure:first-of-type " + name).length;
+        const found = [count(".curve"), count(".band")];
+        const label = () => document.querySelector("figure svg").getAttribute("aria-label");
+        const axes = [...document.getElementById("axis").options].map(option => option.value);
+        const labels = [];
+        for (const axis of axes) {
+          document.getElementById("axis").value = axis;
+          document.getElementById("axis").dispatchEvent(new Event("input"));
+          labels.push(label());
+        }
+        document.getElementById("means").click();
+        return [found, axes, labels, count(".curve"), document.getElementById("scores").innerText];
+    """
+    (curves, bands), axes, labels, separate, scores = answer(page, script)
+    assert (curves, bands, separate) == (1, 1, 2)
+    assert axes == ["updates", "step", "minutes"]
+    assert [re.search(r", by (\w+): lake-0 and 1 more", label)[1] for label in labels] == [
+        "update",
+        "episodes",
+        "minutes",
+    ]
+    assert all(name in scores for name in ("lake-0", "lake-1", "before", "after", "random"))
+
+
+@pytest.mark.long
+@needs_browser
+def test_the_policy_and_the_environments_rendering_are_shown(lakes, tmp_path):
+    folders, _ = lakes
+    page = write_report(folders[:1], tmp_path / "report.html")
+    script = """
+        const cells = () => [...document.querySelectorAll("td.cell")].map(cell => cell.innerText);
+        const after = cells();
+        document.getElementById("policy").value = "0 before";
+        document.getElementById("policy").dispatchEvent(new Event("input"));
+        const frame = document.querySelector("pre.frame");
+        return [after, cells(), frame.innerText, frame.querySelector("mark").innerText];
+    """
+    after, before, frame, marked = answer(page, script)
+    pictures = json.loads((folders[0] / "policy.json").read_text())
+    for shown, when in ((after, "after"), (before, "before")):
+        best = [max(cell["choices"].items(), key=lambda choice: choice[1]) for cell in pictures[when]]
+        assert shown == [f"{choice} {share:.0%}" for choice, share in best]
+    assert frame.split() == ["SFFF", "FHFH", "FFFH", "HFFG"]
+    assert marked == "S"
+
+
+@pytest.mark.long
+@needs_browser
+def test_charts_are_enlarged_and_alarms_lead_to_episodes_of_their_update(runs, tmp_path):
+    page = write_report(runs[:1], tmp_path / "report.html")
+    script = """
+        const button = document.querySelector("figure button");
+        button.click();
+        const dialog = document.querySelector("dialog");
+        const large = [dialog.open, dialog.querySelector("svg").getAttribute("viewBox")];
+        dialog.querySelector("button").click();
+        await new Promise(done => setTimeout(done, 50));
+        const closed = [document.querySelectorAll("dialog").length, document.activeElement === button];
+        document.querySelector(".alarm a").click();
+        const near = [document.getElementById("update").value, document.getElementById("count").innerText];
+        const type = (id, text) => {
+          document.getElementById(id).value = text;
+          document.getElementById(id).dispatchEvent(new Event("input"));
+        };
+        type("update", "");
+        type("text", "OBSERVATION 3 that nobody saw");
+        const none = document.getElementById("count").innerText;
+        type("text", "SAYS <\\/SCRIPT>");
+        return [large, closed, near, none, document.getElementById("count").innerText];
+    """
+    large, closed, near, none, found = answer(page, script)
+    told = [json.loads(line) for line in (runs[0] / "transcripts.jsonl").read_text().splitlines()]
+    latest = max(each["update"] for each in told)
+    assert large == [True, "0 0 960 480"]
+    assert closed == [0, True]
+    assert near == ["99", f"{sum(each['update'] == latest for each in told)} of {len(told)} episodes"]
+    assert none == f"0 of {len(told)} episodes"
+    assert found == f"{len(told)} of {len(told)} episodes"
+
+
+@pytest.mark.long
+@needs_browser
+@pytest.mark.skipif(importlib.util.find_spec("axe_core_python") is None, reason="axe is not installed")
+@pytest.mark.parametrize("options", [(), ("--force-dark-mode",)], ids=["light", "dark"])
+def test_axe_finds_no_barrier(runs, lakes, tmp_path, options):
+    import axe_core_python
+
+    axe = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    damaged_run(tmp_path / "damaged")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    for folders in (lakes[0], lakes[0][:1], runs, [tmp_path / "damaged"], [tmp_path / "empty"]):
+        page = write_report(folders, tmp_path / "report.html")
+        found = answer(
+            page, f"{axe}; return (await axe.run()).violations.map(each => [each.id, each.nodes[0].html]);", *options
+        )
+        assert found == []
+
+
+def test_settings_that_have_their_default_are_marked(lakes, tmp_path):
+    (run,) = data_of(write_report(lakes[0][:1], tmp_path / "report.html"))["runs"]
+    assert run["settings"]["learner"] == "PPOConfig"
+    assert {"entropy_coef", "lam"} <= set(run["defaults"])
+    assert not {"batch_size", "ppo_epochs", "seed", "turns"} & set(run["defaults"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("scores.json", '{"before": {"mean": 1}, "after": 3, "random": {"mean": "x"}}'),
+        ("policy.json", '{"before": 1, "after": [1, {}, {"choices": {}, "part": "", "row": "", "column": ""}]}'),
+        ("policy.json", '[{"before": []}]'),
+        ("shown.jsonl", '{"turns": [{"frame": 1}]}\n{'),
+    ],
+)
+def test_damaged_pictures_are_left_out(tmp_path, file, content):
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    (tmp_path / file).write_text(content)
+    (run,) = data_of(write_report([tmp_path], tmp_path / "report.html"))["runs"]
+    assert (run["scores"], run["policy"], run["shown"]) == ([], {}, [])
+
+
+def test_images_are_shown_if_they_are_base64(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    frames = [{"png": "aGk="}, {"png": '"><script>'}, {"png": 3}, {"text": "\x1b[41mS\x1b[0m"}, {"png": "a" * 10**6}]
+    told = [{**TOLD, "turns": [{**TURN, "frame": frame}]} for frame in frames]
+    (tmp_path / "shown.jsonl").write_text("\n".join(map(json.dumps, told)))
+    (run,) = data_of(write_report([tmp_path], tmp_path / "report.html"))["runs"]
+    assert [each["turns"][0]["frame"] for each in run["shown"]] == [frames[0], {}, {}, frames[3], {}]
+
+
+@pytest.mark.long
+@needs_browser
+def test_a_run_without_an_update_is_shown(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    shown, said = dom(write_report([tmp_path], tmp_path / "report.html"))
+    assert "CONSOLE" not in said
+    assert "No update has run yet." in shown
+
+
+def test_a_watched_report_is_written_again_and_loads_itself_again(lakes, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    seen = []
+
+    def sleep(seconds: float) -> None:
+        seen.append((folder / "report.html").read_text())
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        with (folder / "metrics.jsonl").open("a") as metrics:
+            metrics.write('{"entropy": 1.0}\n')
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(sys, "argv", ["llamagym", "report", str(folder), "--watch"])
+    with pytest.raises(SystemExit):
+        main()
+    assert [page.count('http-equiv="refresh"') for page in seen] == [1, 1, 1]
+    assert [page.count('"entropy":1.0') for page in seen] == [0, 1, 2]
+    assert 'http-equiv="refresh"' not in (folder / "report.html").read_text()
+    assert "Ctrl-C ends it" in capsys.readouterr().out
 
 
 def test_the_page_links_to_no_other_address(runs, tmp_path):
@@ -79,9 +300,6 @@ def test_rejects_runs_that_cannot_be_reported(tmp_path):
     with pytest.raises(ConfigError, match="holds no metrics"):
         write_report([tmp_path], tmp_path / "report.html")
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("")
-    with pytest.raises(ConfigError, match="no update has run yet"):
-        write_report([tmp_path], tmp_path / "report.html")
     metrics.write_text("nonsense\n[1]\n")
     with pytest.raises(ConfigError, match="has no line that is a JSON object"):
         write_report([tmp_path], tmp_path / "report.html")
@@ -248,7 +466,7 @@ def test_unreadable_files_are_named(runs, tmp_path, monkeypatch, name):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@needs_browser
 def test_a_browser_shows_a_report_of_damaged_metrics(tmp_path):
     folders = [damaged_run(tmp_path / name) for name in ("__DATA__", "<img src=x onerror=alert(1)>")]
     # More values than a function call takes arguments.

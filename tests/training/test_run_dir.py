@@ -15,8 +15,8 @@ import pytest
 
 from llamagym import Callback, ConfigError, EvaluationResult, Score, ScoreCallback, evaluate, train
 from llamagym.saving.checkpoints import newest
-from llamagym.training.comparison import read_scores
 from llamagym.training.evaluation import EVALUATION_SEED, as_score
+from llamagym.training.report.scores import read_scores
 from tests.helpers.agents import ChoiceAgent, CountdownEnv, make_agent
 from tests.helpers.resumed_run import SIZES, DiceEnv
 

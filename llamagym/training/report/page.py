@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ import torch
 
 from ...agent.alarms import Alarms, Settings
 from ...errors import CheckpointError, ConfigError, excerpt
+from ...learners.grpo import GRPOConfig, ReinforceConfig
+from ...learners.ppo import PPOConfig
 from ...options import as_number, check_arguments, json_safe, require_text, user_path
 from ...saving.atomic import replace_file
 from ...saving.paths import file_inside
+from .scores import read_scores
 
 # Limits for a run; transcripts are spread evenly over those recorded.
 _TRANSCRIPTS = 200
@@ -37,17 +41,29 @@ _CHOICES = 100
 _CHARACTERS = 2000
 _SETTING_CHARACTERS = 500
 _NAME_CHARACTERS = 100
+# Limits for the scores, for the states in a picture of the policy, and for the characters of an image.
+_SCORES = 20
+_STATES = 2000
+_IMAGE_CHARACTERS = 200_000
+# Seconds after which a page that shows a running training is loaded again.
+_REFRESH_S = 5
 # Identifies a report at the beginning of a page; further down, other pages may quote it.
 _GENERATOR = '<meta name="generator" content="llamagym report">'
 _HEAD_CHARACTERS = 1000
+# Settings in which runs of one group may differ.
+_OF_ONE_RUN = ("seed", "llamagym", "run_dir")
+_CONFIGS = {kind.__name__: kind for kind in (PPOConfig, GRPOConfig, ReinforceConfig)}
+_BASE64 = re.compile(r"[A-Za-z0-9+/]*=*")
 
 
-def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
+def write_report(runs: Sequence[str | Path], path: str | Path, refreshes: bool = False) -> Path:
     """Writes the report of one or several runs as one HTML file, and returns its path.
 
     Args:
-        runs: Folders of the runs, each with the `metrics.jsonl` that `default_tracker` writes.
+        runs: Folders of the runs, each with the `metrics.jsonl` that `train(run_dir=)` and `default_tracker` write.
+            Runs that differ in their seed only share a curve, the mean.
         path: The file to write: new, or an older report.
+        refreshes: Whether a browser loads the page again every few seconds, to follow a training.
 
     Raises:
         ConfigError: An argument has the wrong type, a folder holds no readable metrics, or the file cannot be written
@@ -64,7 +80,8 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     title = ", ".join(run["name"] for run in data["runs"])
     # Inside a script element only "</" and "<!--" could end the data.
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    values = {"__TITLE__": html.escape(title), "__DATA__": embedded}
+    refresh = f'<meta http-equiv="refresh" content="{_REFRESH_S}">\n' if refreshes else ""
+    values = {"__TITLE__": html.escape(title), "__DATA__": embedded, "__REFRESH__": refresh}
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     # Replace both in one pass: a title may contain the name of a placeholder.
     page = re.sub("|".join(values), lambda match: values[match[0]], template)
@@ -107,32 +124,85 @@ def _run(folder: Path) -> dict[str, Any]:
             "(the examples and `python -m llamagym train` do so)."
         )
     lines, damaged = _read_lines(metrics)
-    if not lines and not damaged:
-        raise ConfigError(f"{str(metrics)!r} is empty: no update has run yet. Wait for the first, or train longer.")
-    if not lines:
+    if damaged and not lines:
         raise ConfigError(f"{str(metrics)!r} has no line that is a JSON object. Pass the folder of a run.")
-    transcripts = []
-    path = _run_file(folder, "transcripts.jsonl")
-    if path is not None:
-        recorded, damaged_lines = _read_lines(path)
-        damaged += damaged_lines
-        interval = max(1, math.ceil(len(recorded) / _TRANSCRIPTS))
-        for line in recorded[::interval]:
-            transcript = _transcript(line)
-            if transcript is None:
-                damaged += 1
-            else:
-                transcripts.append(transcript)
+    transcripts, damaged_transcripts = _transcripts(_run_file(folder, "transcripts.jsonl"))
+    shown, damaged_shown = _transcripts(_run_file(folder, "shown.jsonl"))
     settings = _settings(folder)
     rows = [_numbers(line) for line in lines]
     return {
         "name": json_safe(folder.resolve().name, _NAME_CHARACTERS),
         "settings": settings,
+        "defaults": _default_settings(settings),
+        "group": json.dumps({name: value for name, value in settings.items() if name not in _OF_ONE_RUN}),
         "rows": rows,
         "alarms": _alarms(rows, settings.get("dtype", "")),
-        "transcripts": _first(transcripts, _TRANSCRIPT_CHARACTERS),
-        "damaged": damaged,
+        "transcripts": transcripts,
+        "shown": shown,
+        "scores": _scores(folder),
+        "policy": _policy(folder),
+        "damaged": damaged + damaged_transcripts + damaged_shown,
     }
+
+
+def _transcripts(path: Path | None) -> tuple[list[dict[str, Any]], int]:
+    """Returns the transcripts in a file, evenly spread if there are many, and the number of damaged lines."""
+    if path is None:
+        return [], 0
+    recorded, damaged = _read_lines(path)
+    interval = max(1, math.ceil(len(recorded) / _TRANSCRIPTS))
+    transcripts = []
+    for line in recorded[::interval]:
+        transcript = _transcript(line)
+        if transcript is None:
+            damaged += 1
+        else:
+            transcripts.append(transcript)
+    return _first(transcripts, _TRANSCRIPT_CHARACTERS), damaged
+
+
+def _scores(folder: Path) -> list[dict[str, Any]]:
+    """Returns the scores of the run's policies, in the order in which the terminal printed them."""
+    path = _run_file(folder, "scores.json")
+    if path is None:
+        return []
+    shown = list(read_scores(path).items())[:_SCORES]
+    return [{"name": json_safe(name, _NAME_CHARACTERS), **json_safe(score._asdict())} for name, score in shown]
+
+
+def _policy(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the cells of the policy's picture before and after the training; without those that are damaged."""
+    path = _run_file(folder, "policy.json")
+    pictures: Any = None
+    if path is not None:
+        with suppress(OSError, ValueError, RecursionError):
+            pictures = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    found = {}
+    for when in ("before", "after"):
+        cells = pictures.get(when) if isinstance(pictures, dict) else None
+        if isinstance(cells, list):
+            found[when] = [cell for cell in map(_cell, cells[:_STATES]) if cell is not None]
+    return {when: cells for when, cells in found.items() if cells}
+
+
+def _cell(record: Any) -> dict[str, Any] | None:
+    """Returns a cell as the page's script expects it; None if it is damaged."""
+    try:
+        shown = list(record["choices"].items())[:_CHOICES]
+        choices = [(json_safe(text, _NAME_CHARACTERS), _number(probability) or 0.0) for text, probability in shown]
+        place = {name: json_safe(_text(record[name]), _NAME_CHARACTERS) for name in ("part", "row", "column")}
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return {**place, "choices": choices} if choices else None
+
+
+def _default_settings(settings: Mapping[str, str]) -> list[str]:
+    """Returns the names of settings that have their learner's default."""
+    config = _CONFIGS.get(settings.get("learner", ""))
+    if config is None:
+        return []
+    defaults = {name: _setting(value) for name, value in config().to_dict().items()}
+    return [name for name, value in settings.items() if name in defaults and defaults[name] == value]
 
 
 def _first(transcripts: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
@@ -223,8 +293,22 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         "reply": _text(turn["reply"]),
         "choices": choices,
         "valid": bool(turn["valid"]),
+        "frame": _frame(turn.get("frame")),
         **{name: _number(turn.get(name)) for name in ("reward", "penalty", "value", "advantage")},
     }
+
+
+def _frame(frame: Any) -> dict[str, str]:
+    """Returns the environment's rendering of a turn as text or as an image; empty if there is none."""
+    if not isinstance(frame, Mapping):
+        return {}
+    text = frame.get("text")
+    if isinstance(text, str):
+        return {"text": str(json_safe(text, _CHARACTERS))}
+    png = frame.get("png")
+    if isinstance(png, str) and len(png) <= _IMAGE_CHARACTERS and _BASE64.fullmatch(png):
+        return {"png": png}
+    return {}
 
 
 def _alarms(rows: Sequence[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
