@@ -36,6 +36,9 @@ class BlackjackAgent(Agent):
     def fallback_action(self, observation: State) -> int:
         return 0  # stick if a reply in free text names no action
 
+    def states(self) -> dict[tuple[str, int, int], State]:  # the report shows the policy in them
+        return {("soft" if ace else "hard", total, card): (total, card, ace) for total, card, ace in sorted(STATES)}
+
 
 def hit_probabilities(agent: BlackjackAgent, greedy: bool = False) -> dict[State, float]:
     """Probability of hitting in each state: exact for choices, estimated from 20 samples for free text."""
@@ -55,11 +58,6 @@ def exact_return(agent: BlackjackAgent, greedy: bool) -> float:
     return expected_return(hit_probabilities(agent, greedy))
 
 
-def strategy(agent: BlackjackAgent) -> str:
-    """The agent's strategy as a table."""
-    return strategy_table(hit_probabilities(agent))
-
-
 def main() -> None:
     """Load, train, and report."""
     options = script.parser(__doc__, num_envs=128, eval_every=1)
@@ -72,7 +70,8 @@ def main() -> None:
     warm_start = [WarmStart(lambda: agent.sft_from_jsonl(demonstrations))] if args.sft_warm_start else []
     # The usual rules; the registered default, sab=True, is another game.
     env = gym.make("Blackjack-v1", natural=False, sab=False)
-    script.learn(args, agent, env, exact_return, baseline_returns(), warm_start, strategy)
+    score = (exact_return, baseline_returns())
+    script.learn(args, agent, env, *score, warm_start, lambda agent: strategy_table(hit_probabilities(agent)))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ class FrozenLakeAgent(Agent):
         """The direction's number."""
         return ACTIONS.index(response)
 
+    def states(self) -> dict[tuple[str, str], int]:
+        """The cells, which the report shows as a picture of the policy."""
+        return {(f"row {state // 4 + 1}", f"column {state % 4 + 1}"): state for state in STATES}
+
 
 def policy_of(agent: Agent, greedy: bool) -> dict[int, list[float]]:
     """Probability of each action in each cell."""

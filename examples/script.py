@@ -35,7 +35,7 @@ def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     run_dir = Path("runs", time.strftime(f"{options.prog[:-3]}-%Y%m%d-%H%M%S"))
     options.add_argument("--run-dir", type=Path, default=run_dir, help="default: runs/<example>-<time>")
     options.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
-    options.add_argument("--track", "--log-with", nargs="+", default=[], help="wandb, csv, tensorboard, trackio, mlflow, ...")
+    options.add_argument("--track", nargs="+", default=[], help="tensorboard, wandb, mlflow, csv, ...")
     options.set_defaults(**defaults)
     return options
 
@@ -81,7 +81,7 @@ def summarize(args: Any, agent: Any, result: Any, scores: Any, greedy: Any, base
     named = {name: f"{value:.3f}" for name, value in (returns | baselines).items()}
     agent.save_pretrained(args.run_dir / "agent", environment=Path(sys.argv[0]).stem, results=named)
     print("Expected return: " + ", ".join(f"{value} {name}" for name, value in named.items()))
-    print(f"{len(result.returns):,} episodes in {result.minutes:.1f} minutes. Report: {result.report or 'none'}")
+    print(f"{len(result.returns):,} episodes in {result.minutes:.1f} minutes. Report: {result.report}")
 
 
 def evaluation(env: Any, args: argparse.Namespace) -> Any:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("bayes", "random")
 # Options of the service alone.
-_ONLINE = ("log-with",)
+_ONLINE = ("track",)
 
 
 def suggest(trial: optuna.Trial, name: str, space: dict[str, Any]) -> Any:

@@ -260,7 +260,7 @@ def train(
     if message:
         logger.warning(message)
     report = None
-    if folders.run_dir is not None and run.updates and distributed.is_main_process():
+    if folders.run_dir is not None and distributed.is_main_process():
         report = _report(folders.run_dir)
     return TrainingResult(run.returns, run.updates, run.turns, message, run.successes, run.minutes, report, scores)
 

@@ -1,4 +1,4 @@
-"""What the report shows as pictures: the policy in all states, and episodes as the environment renders them."""
+"""Pictures of a run for its report: the policy in all states, and episodes as the environment renders them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _RENDER_MODES = ("ansi", "rgb_array")
 
 
 def policy_picture(agent: Agent) -> list[dict[str, Any]]:
-    """Returns the probabilities of all choices in the states that an agent lists; empty if it lists none.
+    """Returns the probabilities of all choices in the states that an agent lists; empty without states or choices.
 
     An agent lists states by a method `states`, which returns observations by their place in the picture: a pair of row
     and column, or three texts or numbers, of which the first names a part of the picture.
@@ -59,6 +59,9 @@ def policy_picture(agent: Agent) -> list[dict[str, Any]]:
             f"states() returned {excerpt(observations)}. Return a dictionary of at most {_MAX_STATES} observations by "
             "(row, column) or (part, row, column)."
         )
+    hooks = collector_of(agent).actor.hooks
+    if any(hooks.choices(observation) is None for observation in observations.values()):
+        return []
     cells = []
     probabilities = agent.action_probabilities(list(observations.values()))
     for place, choices in zip(observations, probabilities, strict=True):

@@ -29,7 +29,7 @@ class TrainingResult:
         message: Why no update ran; empty if one did.
         successes: Whether each episode succeeded; None where the environment does not say.
         minutes: Training time, without pauses and without the evaluations before and after.
-        report: The HTML report in `run_dir`; None without a folder or an update.
+        report: The HTML report in `run_dir`; None without a folder.
         scores: Of the agent "before" and "after", and of other policies such as "random", by name; empty without
             evaluations.
         success_rate: Share of successful episodes among those with a known outcome; None if none is known.

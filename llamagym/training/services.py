@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class ServiceTracker:
         try:
             if name == "mlflow":
                 options |= _mlflow_options(run_dir)
-            self._tracker = tracker_class(project, **options)
+            self._make = partial(tracker_class, project, **options)
+            self._tracker = self._make()
             self._tracker.start()
         except ImportError as error:
             raise ConfigError(
@@ -65,6 +67,7 @@ class ServiceTracker:
         self._tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
         self._agent = agent
         self._name = name
+        self._step = 0
 
     def log(self, metrics: Mapping[str, float | str], step: int) -> None:
         """Logs metrics, without NaN and infinite ones, and the transcripts of their update."""
@@ -72,6 +75,7 @@ class ServiceTracker:
         if self._name == "mlflow":
             shown = {key: value for key, value in shown.items() if not isinstance(value, str)}
         self._tracker.log(shown, step=step)
+        self._step = step
         if self._agent is not None:
             update = int(metrics.get("updates", 0))
             rows = []
@@ -82,6 +86,18 @@ class ServiceTracker:
     def log_scores(self, scores: Mapping[str, Score], step: int) -> None:
         """Logs the mean of each policy's evaluation."""
         self._tracker.log({f"score/{name}": score.mean for name, score in scores.items()}, step=step)
+
+    def position(self) -> int:
+        """Returns the step of the latest metrics."""
+        return self._step
+
+    def rewind(self, position: int) -> None:
+        """Hides what TensorBoard was given after a position; other services begin a run of their own."""
+        if self._name == "tensorboard" and isinstance(position, int):
+            self._tracker.finish()
+            self._tracker = self._make(purge_step=position + 1)
+            self._tracker.start()
+            self._step = position
 
     def _log_transcripts(self, update: int, rows: list[list[Any]], step: int) -> None:
         if hasattr(self._tracker, "log_table"):

@@ -45,7 +45,7 @@ def sweep(tmp_path):
             "bonus": {"min": 1, "max": 3},
             "word": {"values": ["a", "b"]},
             "steps": {"value": 7},
-            "log-with": {"value": "wandb"},
+            "track": {"value": "wandb"},
         },
     }
 
@@ -115,5 +115,5 @@ def test_the_sweep_names_options_that_the_example_has(monkeypatch):
         example.main()
     (args,) = parsed
     # Takes several names.
-    assert args["track"] == [drawn.pop("log-with")]
+    assert args["track"] == [drawn.pop("track")]
     assert {name: args[name.replace("-", "_")] for name in drawn} == drawn

@@ -79,7 +79,7 @@ def dom(page: Path, *options: str, width: int = 390) -> tuple[str, str]:
 
 
 def answer(page: Path, script: str, *options: str) -> Any:
-    """What a script, run at the end of a page, gives as JSON; it may wait for a promise."""
+    """Runs a script at the end of a page; returns its value, which may be awaited."""
     copy = page.with_name(f"{page.stem}-asked.html")
     ask = f"(async () => {{ {script} }})().then(given => {{ document.title = JSON.stringify(given); }});"
     copy.write_text(page.read_text().replace("</body>", f"<script>{ask}</script></body>"))

@@ -12,6 +12,7 @@ import shutil
 import signal
 import struct
 import tempfile
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -535,6 +536,37 @@ def test_tensorboard_gets_scores_and_transcripts_as_text(tmp_path):
     texts = [event.tensor_proto.string_val[0].decode() for event in log.Tensors("transcripts/text_summary")]
     assert len(texts) == len(result.updates)
     assert all("| Observation 3 |" in text for text in texts)
+
+
+@pytest.mark.long
+@needs("tensorboard")
+def test_a_killed_and_resumed_run_has_each_update_once_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def learn(**options):
+        agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+        options = {"track": ["tensorboard", "csv"], "eval_episodes": 0, "checkpoint_every": 3, **options}
+        return train(agent, CountdownEnv, episodes=16, num_envs=2, seed=0, run_dir=tmp_path / "run", **options)
+
+    def dies(stats):
+        if stats["updates"] == 5:
+            # The state is not saved, as after a kill.
+            os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        learn(on_update=dies)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    # TensorBoard reads its files in the order of the seconds in their names.
+    time.sleep(1.1)
+    result = learn(resume=True)
+    log = EventAccumulator(str(tmp_path / "run" / "llamagym")).Reload()
+    for tag in ("entropy", "updates"):
+        assert [event.step for event in log.Scalars(tag)] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert [event.value for event in log.Scalars("updates")] == [stats["updates"] for stats in result.updates]
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == len(result.updates) == 8
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        assert [float(row["updates"]) for row in csv.DictReader(file)] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def of_folder(folder, track):

@@ -299,7 +299,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _frame(frame: Any) -> dict[str, str]:
-    """Returns the environment's rendering of a turn as text or as an image; empty if there is none."""
+    """Returns the environment's rendering of a turn as text or as an image; empty without one."""
     if not isinstance(frame, Mapping):
         return {}
     text = frame.get("text")
