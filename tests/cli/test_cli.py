@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -14,10 +15,13 @@ import pytest
 from gymnasium import spaces
 
 import llamagym
-from llamagym import Agent, ConfigError
+from llamagym import Agent, ConfigError, PPOConfig
 from llamagym.__main__ import main
+from llamagym.cli import commands
 from llamagym.cli.generic import Wording, describe, generic_agent, part_names
 from llamagym.cli.prompts import agent_class, read_wording
+from llamagym.models.registry import EMBEDDED_NAME
+from llamagym.training.evaluation import EVALUATION_SEED
 from llamagym.training.tracking import default_tracker
 from tests.helpers.tiny import tiny_base_model, tiny_tokenizer
 
@@ -434,3 +438,47 @@ def test_actions_are_choices_or_parsed_from_free_text(space, reply, asks):
     assert space.contains(agent.extract_action(reply))
     assert space.contains(agent.fallback_action(0))
     assert (agent.get_action_choices(0) is None) == (not isinstance(space, spaces.MultiDiscrete))
+
+
+def test_the_program_prints_its_completion_for_shells_and_names_itself(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/llamagym"])
+    monkeypatch.setenv("_LLAMAGYM_COMPLETE", "zsh_source")
+    with pytest.raises(SystemExit):
+        main()
+    assert "#compdef llamagym" in capsys.readouterr().out
+    monkeypatch.setenv("_LLAMAGYM_COMPLETE", "zsh_complete")
+    monkeypatch.setenv("COMP_WORDS", "llamagym train --en")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    with pytest.raises(SystemExit):
+        main()
+    assert "--entropy-coef" in capsys.readouterr().out
+    monkeypatch.delenv("_LLAMAGYM_COMPLETE")
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/llamagym", "train", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "Usage: llamagym train" in capsys.readouterr().out
+
+
+def test_defaults_of_the_command_line_are_the_librarys():
+    assert commands.MODEL == EMBEDDED_NAME
+    assert commands.EVALUATION_SEED == EVALUATION_SEED
+    assert PPOConfig().learning_rate == commands.LEARNING_RATE
+    assert PPOConfig().entropy_coef == commands.ENTROPY_COEF
+
+
+def test_train_ends_with_its_scores_and_the_next_commands_and_play_shows_probabilities(model, run, tmp_path):
+    command = ["train", LAKE, "--turns", 40, "--num-envs", 4, "--batch-size", 16, "--eval-episodes", 3]
+    command += ["--learning-rate", 0.002, "--entropy-coef", 0.01, "--device", "cpu", "--dtype", "float32"]
+    status, printed, _ = run(*command, "--track", "csv", "--model", model, "--run-dir", tmp_path / "run")
+    assert status == 0
+    lines = printed.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["before", "after", "random"]
+    assert lines[-2:] == [f"Next: python -m llamagym {name} {tmp_path / 'run'}".replace("Next:", label)
+                          for label, name in (("Next:", "play"), ("     ", "eval"))]  # fmt: skip
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (settings["learning_rate"], settings["entropy_coef"], settings["dtype"]) == (0.002, 0.01, "float32")
+    assert (tmp_path / "run" / "metrics.csv").is_file()
+    status, printed, _ = run("play", tmp_path / "run", "--seed", 0)
+    assert status == 0
+    shown = re.search(r"^> (\w+)    \((\w+) (\d+)%, \w+ \d+%, \w+ \d+%, \w+ \d+%\)$", printed, re.MULTILINE)
+    assert shown[1] == shown[2]

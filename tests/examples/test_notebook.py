@@ -80,6 +80,9 @@ def test_it_runs_and_the_model_learns(tmp_path, monkeypatch):
     assert "IProgress" not in logged
     assert "it/s" not in logged
     assert len(bars(outputs)) == 1
+    # The report, as the value of its cell.
+    pages = [output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert [page.count("<iframe") for page in pages] == [1]
     # Its last cell asserts that the goal is reached in nine of ten episodes.
     assert "reaches the goal in" in printed
     assert "% before" in printed
