@@ -55,6 +55,7 @@ PAGES: dict[Path, Sections] = {
         "ablations": learning_tables.ablations,
         "comparisons": learning_tables.comparisons,
         "sparse-rewards": learning_tables.sparse_rewards,
+        "batch-sizes": learning_tables.batch_sizes,
         "workloads": speed_tables.workloads,
         "end-to-end": speed_tables.end_to_end,
         "benchmarks": speed_tables.benchmarks,

@@ -6,6 +6,7 @@ import statistics
 
 from runs import (
     ABLATIONS,
+    BATCH_SIZES,
     COMPARISONS,
     RESULTS,
     SPARSE_REWARDS,
@@ -175,6 +176,20 @@ def sparse_rewards() -> str:
         links = " ".join(f"[{run['seed']}](../scripts/benchmarks/results/sparse-rewards/{run['file']})" for run in runs)
         cells = [", ".join(f"{run[key]:,}" for run in runs) for key in ("turns_to_first_reward", "turns", "updates")]
         lines.append(table_row(f"{runs[0]['llamagym'][:7]} {links}", *cells))
+    return "\n".join(lines)
+
+
+def batch_sizes() -> str:
+    """Final return of Blackjack by batch size: one size per line, by seed."""
+    lines = ["| turns per batch | return, by seed | updates | minutes of one core |", "|---|---|---|---|"]
+    found = runs_by_name(BATCH_SIZES)
+    for size in sorted(found, key=int):
+        runs = found[size]
+        folder = "../scripts/benchmarks/results/batch-sizes"
+        returns = ", ".join(f"[{run['return_after']:.3f}]({folder}/{run['file']})" for run in runs)
+        updates = ", ".join(f"{run['updates']:,}" for run in runs)
+        minutes = ", ".join(f"{run['processor_minutes']:.0f}" for run in runs)
+        lines.append(table_row(f"{int(size):,}", returns, updates, minutes))
     return "\n".join(lines)
 
 

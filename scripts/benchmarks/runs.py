@@ -14,6 +14,7 @@ RESULTS = Path(__file__).resolve().parent / "learning" / "results"
 ABLATIONS = RESULTS / "ablations"
 COMPARISONS = RESULTS / "comparisons"
 SPARSE_REWARDS = RESULTS.parent.parent / "results" / "sparse-rewards"
+BATCH_SIZES = SPARSE_REWARDS.parent / "batch-sizes"
 
 # Titles of experiments; others are named after their files.
 TITLES = {
