@@ -24,7 +24,7 @@ register()
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is used first: a module of the library, or all of it for a public name."""
+    """Imports a module of the library, or all public names, on first use."""
     # Python asks for names such as __path__ and __wrapped__ in passing.
     if not name.startswith("_") and find_spec(f".{name}", __name__):
         return import_module(f".{name}", __name__)

@@ -25,7 +25,7 @@ def main() -> None:
         # Environments and models may print characters that the terminal's encoding, such as cp1252, does not have.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    # Shells complete the options of a program only.
+    # Shell completion works only for the installed program.
     is_program = Path(sys.argv[0]).stem == "llamagym"
     try:
         cli(prog_name="llamagym" if is_program else "python -m llamagym", complete_var="_LLAMAGYM_COMPLETE")

@@ -45,8 +45,8 @@ from .text_interface import TextInterface
 
 # Attributes of an agent that its other parts refer to.
 _FIXED_PARTS = frozenset({"model", "tokenizer", "policy", "response_prefix"})
-# What replaces methods of Stable-Baselines3 and TRL.
-_ELSEWHERE = {
+# Equivalents of methods of Stable-Baselines3 and TRL.
+_EQUIVALENTS = {
     "learn": "Train with llamagym.train(agent, env, minutes=10), or episodes= or turns=.",
     "predict": "Act with agent.act(observation), after agent.eval() for the likeliest action.",
     "set_env": "The environment is an argument: llamagym.train(agent, env, ...), llamagym.evaluate(agent, env, ...).",
@@ -177,15 +177,11 @@ class Agent(TextInterface):
             self.sft_from_jsonl()
 
     def __getattr__(self, name: str) -> Any:
-        """Names what this library has in place of a method of other libraries.
-
-        Raises:
-            AttributeError: The agent has no such attribute.
-        """
-        message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        if name in _ELSEWHERE:
-            message += f". {_ELSEWHERE[name]}"
-        raise AttributeError(message)
+        """Raises an AttributeError that names this library's equivalent of a method of other libraries."""
+        if name in _EQUIVALENTS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}. {_EQUIVALENTS[name]}")
+        # A property that raised an AttributeError raises it again.
+        return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute; a new learner takes effect, and other parts of the agent cannot be replaced.
@@ -553,6 +549,9 @@ class Agent(TextInterface):
         options = {"keep_episodes": keep_episodes, "allow_changes": allow_changes}
         check_arguments(Agent.load_checkpoint, options)
         with loading_checkpoint(self._collector, folder, keep_episodes, allow_changes) as loop:
+            if self._collector.is_as_loaded:
+                # A checkpoint is loaded to go on learning.
+                self.set_training_mode(True)
             return loop
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

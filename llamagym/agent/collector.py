@@ -72,7 +72,7 @@ class Collector:
         self.replay = None if replay is None else Replay(actor.policy, replay)
         self.alarms = Alarms(_alarm_settings(actor, learner))
         self.buffer: list[Episode] = []
-        # Whether evaluation mode is that of a loaded agent, rather than its user's choice.
+        # True from `load` until a mode is chosen.
         self.is_as_loaded = False
         self._sample = EpisodeSample(actor.policy.num_updates)
         # Environments whose unfinished episodes may enter a batch.
@@ -156,7 +156,7 @@ class Collector:
             self.is_as_loaded = False
             logger.warning(
                 "A loaded agent is in evaluation mode, so it does not learn from this episode. Call agent.train() to "
-                "go on learning, or agent.eval() to leave it as it is."
+                "go on learning, or agent.eval() to silence this warning."
             )
         if is_recorded:
             with self._buffer_restored_on_error(), actor.undone_on_error(ids):

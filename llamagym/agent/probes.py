@@ -28,7 +28,7 @@ _CHANCE_TOLERANCE = 1.0
 # Number of conversations, and of turns in each if prompts hold the whole conversation.
 _CONVERSATIONS = 4
 _TURNS = 2
-# Number of conversations in the measurement of speed: as many as environments act at least by default.
+# Number of conversations in the measurement of speed: the default minimum of environments.
 _SPEED_BATCH = 16
 # Forward passes of all checks per token of the longest reply, and in addition.
 _PASSES_PER_TOKEN = _TURNS + 1
@@ -215,7 +215,7 @@ class Probes:
         return "; ".join(findings or [self._speed_of("free text", [])])
 
     def _speed_of(self, kind: str, observations: Sequence[Any]) -> str:
-        """Measures the speed in observations of one kind, made distinct: recurring ones are faster, being cached."""
+        """Measures the speed in observations of one kind, numbered, so that none comes from the cache."""
         actor = self._actor
         self._require_time()
         conversations = [actor.new_conversation() for _ in range(_SPEED_BATCH)]

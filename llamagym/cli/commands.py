@@ -41,12 +41,16 @@ def cli() -> None:
 @click.option(
     "--context",
     type=click.Choice(["turn", "episode"]),
-    help="What the model sees.  [default: episode if observations are texts, else turn]",
+    help="The conversation or the current observation.  [default: episode if observations are texts, else turn]",
 )
 @click.option("--num-envs", type=int, help="Environments stepped together.  [default: 16 to 64, by the batch]")
-@click.option("--batch-size", type=int, help="Turns per update.  [default: 768 that differ, or 8,192 in all]")
-@click.option("--learning-rate", type=float, default=LEARNING_RATE, show_default=True, help="Of the policy.")
-@click.option("--entropy-coef", type=float, default=ENTROPY_COEF, show_default=True, help="Of the entropy bonus.")
+@click.option("--batch-size", type=int, help="Turns per update.  [default: 768 distinct ones, or 8,192]")
+@click.option(
+    "--learning-rate", type=float, default=LEARNING_RATE, show_default=True, help="Learning rate of the policy."
+)
+@click.option(
+    "--entropy-coef", type=float, default=ENTROPY_COEF, show_default=True, help="Weight of the entropy bonus."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed.")
 @click.option(
     "--eval-episodes", type=int, default=100, show_default=True, help="Evaluation episodes, before and after."
@@ -117,7 +121,7 @@ def evaluate(**options: Any) -> None:
 
 @cli.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN_DIR...")
-@click.option("--out", type=click.Path(dir_okay=False), help="What to write.  [default: report.html in the first run]")
+@click.option("--out", type=click.Path(dir_okay=False), help="File to write.  [default: report.html in the first run]")
 @click.option("--watch", is_flag=True, help="Write it again every few seconds, until Ctrl-C; the page reloads itself.")
 def report(runs: tuple[str, ...], out: str | None, watch: bool) -> None:
     """Write one HTML page about one or several runs: scores, curves, alarms and episodes to read."""

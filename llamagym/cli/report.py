@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
+from ..errors import ConfigError
 from ..training import write_report
 
 # Seconds between two reports of a training that is watched.
@@ -19,13 +21,13 @@ def report(runs: Sequence[str], path: Path, watches: bool) -> None:
     if not watches:
         click.echo(write_report(runs, path))
         return
-    click.echo(
-        f"{write_report(runs, path, refreshes=True)} is written every {_INTERVAL_S:.0f} seconds; Ctrl-C ends it."
-    )
+    click.echo(f"{path} is written every {_INTERVAL_S:.0f} seconds, once the run has begun. Ctrl-C ends it.")
     try:
         while True:
+            # A run that has not begun yet has no metrics.
+            with suppress(ConfigError):
+                write_report(runs, path, refreshes=True)
             time.sleep(_INTERVAL_S)
-            write_report(runs, path, refreshes=True)
     except KeyboardInterrupt:
-        # The last one stays as it is.
+        # The last page does not load itself again.
         write_report(runs, path)

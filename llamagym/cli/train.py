@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,16 @@ def train(
             resume=resume,
         )
     except SystemExit:
-        click.echo(f"To continue: the same command with --run-dir {run_dir} --resume", err=True)
+        click.echo(f"To continue: the same command with --run-dir {shlex.quote(str(run_dir))} --resume", err=True)
         raise
     mean_returns = {f"mean return {name}": f"{score.mean:.3f}" for name, score in result.scores.items()}
     agent.save_pretrained(run_dir / AGENT, environment=env_id, results=mean_returns)
     click.echo(result)
-    click.echo(f"Next: python -m llamagym play {run_dir}")
-    click.echo(f"      python -m llamagym eval {run_dir}")
+    arguments = shlex.quote(str(run_dir))
+    if prompt is not None:
+        arguments += f" --prompt {shlex.quote(str(prompt))}"
+    click.echo(f"Next: python -m llamagym play {arguments}")
+    click.echo(f"      python -m llamagym eval {arguments}")
 
 
 class _KeepPrompt(training.Callback):

@@ -48,7 +48,7 @@ _SHOWN_COUNTS = ("skipped_steps", "replay_skipped_steps")
 
 
 class UpdateStats(Stats):
-    """The statistics of an update by name, or of none; `print` shows the most important ones on one line.
+    """Statistics of an update by name; empty if no update ran. `print` shows the most important ones on one line.
 
     >>> print(UpdateStats({"updates": 3, "turns": 800, "episodes": 512, "return_mean": -0.21, "loss": 0.1}))
     update 3: 800 turns, 512 episodes, return_mean -0.21
@@ -65,7 +65,8 @@ class UpdateStats(Stats):
 
     def shown(self) -> list[str]:
         """Returns name and value of the most important statistics."""
-        parts = [f"{name} {self[name]:.3g}" for name in _SHOWN_STATS if name in self]
+        # Callbacks may add texts under these names.
+        parts = [f"{name} {self[name]:.3g}" for name in _SHOWN_STATS if isinstance(self.get(name), (int, float))]
         return parts + [f"{name} {self[name]:.0f}" for name in _SHOWN_COUNTS if self.get(name)]
 
 

@@ -135,12 +135,11 @@ class Callbacks:
 
     @property
     def scores(self) -> dict[str, Score]:
-        """The scores of all callbacks that score the agent, by name."""
-        scores: dict[str, Score] = {}
+        """The scores of the first callback that scores the agent, by name."""
         for callback in self._callbacks:
             if isinstance(callback, ScoreCallback):
-                scores |= callback.scores
-        return scores
+                return callback.scores
+        return {}
 
     def on_training_start(self, run: Run) -> None:
         """Calls each callback."""
@@ -298,6 +297,8 @@ class ScoreCallback(Callback):
         self._name = name
         self._baselines: dict[str, Score] = {}
         for policy, value in (baselines or {}).items():
+            if not isinstance(policy, str) or policy in ("before", "after"):
+                raise ConfigError(f'baselines has the key {policy!r}. Use other policies\' names, such as "random".')
             self._baselines[policy] = as_score(value, f"baselines[{policy!r}] is")
         self._last_update = 0
         self.before: Score | None = None

@@ -1,4 +1,4 @@
-"""Compares the agent before and after a training with a random policy."""
+"""Compares the agent before and after training with a random policy."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from .. import distributed
+from gymnasium.vector import AsyncVectorEnv
+
 from ..agent.agent import Agent
 from .environments import EnvSource
 from .episodes import Judge
-from .evaluation import EVALUATION_SEED, EvaluationResult, as_score, evaluate
+from .evaluation import EVALUATION_SEED, EvaluationResult, as_score, evaluate_episodes
 from .report.scores import Score
 
 logger = logging.getLogger(__name__)
 
 
 class Comparison:
-    """The agent before and after a training, and a random policy, in the same episodes.
+    """Scores an agent before and after training, and a random policy, on the same episodes.
 
-    Of several processes that learn together, only the first evaluates.
+    An evaluation that fails is logged and left out: it must not end a training. Of several processes that learn
+    together, each evaluates, so that none of them waits.
 
     Attributes:
-        scores: "before", "random" and, after the training, "after".
+        scores: "before", "random" and, after training, "after".
     """
 
     def __init__(
@@ -48,36 +50,42 @@ class Comparison:
         """
         self.scores: dict[str, Score] = {}
         self._agent = agent
+        # An error of one environment would end the processes of all.
+        self._has_random = not isinstance(getattr(env, "unwrapped", None), AsyncVectorEnv)
         self._evaluate: Callable[[Agent | str], EvaluationResult] = partial(
-            evaluate,
+            evaluate_episodes,
             env=env,
             episodes=episodes,
             seed=EVALUATION_SEED,
             num_envs=num_envs,
+            greedy=True,
             judge=judge,
             env_timeout=env_timeout,
+            records_video=False,
         )
-        self._is_measured = episodes > 0 and distributed.is_main_process()
+        self._is_enabled = episodes > 0
         self._note = note
 
-    def before(self) -> None:
+    def evaluate_before(self) -> None:
         """Evaluates the agent and the random policy before the first step."""
-        if not self._is_measured:
-            return
-        self._note("evaluating before the training")
-        self._take("before", self._evaluate(self._agent))
-        try:
-            self._take("random", self._evaluate("random"))
-        except Exception as error:  # an environment may raise anything if an action is none that the agent would take
-            logger.warning("A random policy cannot be evaluated in this environment: %r", error)
+        if self._is_enabled:
+            self._note("evaluating before the first step")
+            self._add("before", self._agent)
+            if self._has_random:
+                self._add("random", "random")
 
-    def after(self) -> None:
+    def evaluate_after(self) -> None:
         """Evaluates the trained agent."""
-        if self._is_measured:
-            self._take("after", self._evaluate(self._agent))
+        if self._is_enabled:
+            self._add("after", self._agent)
             order = ("before", "after", "random")
             self.scores = {name: self.scores[name] for name in order if name in self.scores}
 
-    def _take(self, name: str, result: EvaluationResult) -> None:
+    def _add(self, name: str, policy: Agent | str) -> None:
+        try:
+            result = self._evaluate(policy)
+        except Exception as error:  # an environment may raise anything, for an action that its agent never takes
+            logger.warning("The evaluation %r failed, and is left out: %r", name, error)
+            return
         self.scores[name] = as_score(result)
         self._note(f"{name}: {self.scores[name]}")

@@ -9,7 +9,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -40,17 +40,18 @@ def can_recreate(env: gymnasium.Env[Any, Any]) -> bool:
     return env.spec is not None and all(wrapper.kwargs is not None for wrapper in env.spec.additional_wrappers)
 
 
-def maker_from_spec(env: gymnasium.Env[Any, Any], number: int) -> Callable[[], gymnasium.Env[Any, Any]]:
+def maker_from_spec(
+    env: gymnasium.Env[Any, Any], number: int, records_video: bool
+) -> Callable[[], gymnasium.Env[Any, Any]]:
     """Returns a function that makes an environment like `env`.
 
-    The first call of that of number 0 logs attributes that are lost. Its environment alone records videos, if `env`
-    does.
+    For number 0 alone, the first call logs lost attributes, and the environment keeps RecordVideo if `records_video`.
     """
     is_first = number == 0
 
     def recreate() -> gymnasium.Env[Any, Any]:
         nonlocal is_first
-        recreated = _make_from_spec(env, records_video=number == 0)
+        recreated = make_from_spec(env, records_video=number == 0 and records_video)
         lost = _lost_attributes(env, recreated) if is_first else []
         if lost:
             logger.warning(
@@ -65,7 +66,9 @@ def maker_from_spec(env: gymnasium.Env[Any, Any], number: int) -> Callable[[], g
     return recreate
 
 
-def _make_from_spec(env: gymnasium.Env[Any, Any], records_video: bool = False) -> gymnasium.Env[Any, Any]:
+def make_from_spec(
+    env: gymnasium.Env[Any, Any], records_video: bool = False, **options: Any
+) -> gymnasium.Env[Any, Any]:
     """Makes an environment like `env`; RecordVideo is left out unless `records_video`."""
     try:
         spec = copy.deepcopy(env.spec)
@@ -77,9 +80,8 @@ def _make_from_spec(env: gymnasium.Env[Any, Any], records_video: bool = False) -
             elif records_video:
                 wrappers.append(replace(wrapper, kwargs=_without_overwriting(wrapper.kwargs or {})))
         spec.additional_wrappers = tuple(wrappers)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*Overwriting existing videos")
-            return gymnasium.make(spec)
+        with _ignored_overwriting():
+            return gymnasium.make(spec, **options)
     except (gymnasium.error.Error, AttributeError, ImportError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{env} cannot be made again from its spec: {error} Pass a function that makes it, or num_envs=1 to use it "
@@ -87,8 +89,34 @@ def _make_from_spec(env: gymnasium.Env[Any, Any], records_video: bool = False) -
         ) from error
 
 
+@contextmanager
+def _ignored_overwriting() -> Iterator[None]:
+    """While open, Gymnasium does not warn of videos that would be overwritten, since none are."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*Overwriting existing videos")
+        yield
+
+
+def video_free(make: Callable[[], gymnasium.Env[Any, Any]]) -> Callable[[], gymnasium.Env[Any, Any]]:
+    """Returns a function that makes the same environment without RecordVideo."""
+
+    def remake() -> gymnasium.Env[Any, Any]:
+        with _ignored_overwriting():
+            env = make()
+        return _unwrapped_video(env)
+
+    return remake
+
+
+def _unwrapped_video(env: Any) -> Any:
+    if not isinstance(env, gymnasium.Wrapper):
+        return env
+    env.env = _unwrapped_video(env.env)
+    return env.env if is_recording_wrapper(env) and type(env).__name__ == _VIDEO_WRAPPER else env
+
+
 def _without_overwriting(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns options of RecordVideo with a prefix that no video in its folder has; another run may have written it."""
+    """Returns RecordVideo's options with an unused file prefix, so that earlier videos are kept."""
     prefix = options["name_prefix"]
     free = prefix
     number = 1
@@ -105,9 +133,9 @@ def _lost_attributes(env: gymnasium.Env[Any, Any], recreated: gymnasium.Env[Any,
         return []
     # An attribute is not lost if, after reset(), it does not matter whether it was set before. The third environment
     # shows random differences.
-    patched = _make_from_spec(env)
-    fresh = _make_from_spec(env)
-    other = _make_from_spec(env)
+    patched = make_from_spec(env)
+    fresh = make_from_spec(env)
+    other = make_from_spec(env)
     try:
         return _differences_after_reset(env, different, patched, fresh, other)
     except Exception:  # a user's reset() may raise anything; the run's own reset shows it

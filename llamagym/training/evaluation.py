@@ -166,7 +166,8 @@ def as_score(result: object, owner: str = "result is") -> Score:
         episodes = len(result.returns)
         if episodes == 1:
             return Score(result.mean, episodes=1, success_rate=result.success_rate)
-        return Score(result.mean, result.standard_error, result.interval, episodes, result.success_rate)
+        low, high = result.interval
+        return Score(result.mean, result.standard_error, (float(low), float(high)), episodes, result.success_rate)
     # as_number() returns NaN for anything but a number.
     is_nan = isinstance(result, (float, np.floating)) and math.isnan(result)
     number = as_number(result)
@@ -240,6 +241,32 @@ def evaluate(
     check_arguments(evaluate, locals())
     require_positive(episodes=episodes, num_envs=num_envs)
     require_env_timeout(env_timeout)
+    return evaluate_episodes(
+        agent,
+        env,
+        episodes=episodes,
+        seed=seed,
+        num_envs=num_envs,
+        greedy=greedy,
+        judge=judge,
+        env_timeout=env_timeout,
+        records_video=True,
+    )
+
+
+def evaluate_episodes(
+    agent: Agent | Policy,
+    env: EnvSource,
+    *,
+    episodes: int,
+    seed: int | None,
+    num_envs: int | None,
+    greedy: bool,
+    judge: Judge | None,
+    env_timeout: float | None,
+    records_video: bool,
+) -> EvaluationResult:
+    """As `evaluate`, whose arguments have been checked; with `records_video=False` environments write no videos."""
     base_seed = np.random.SeedSequence(as_seed(seed)).entropy
     assert isinstance(base_seed, int)
     num_envs = resolve_num_envs(env, num_envs)
@@ -250,7 +277,7 @@ def evaluate(
     # Return, length, invalid turns and success by environment; the episodes themselves, with their texts, are dropped.
     outcomes: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
     mode = evaluation_mode(agent, ids, greedy, base_seed) if isinstance(agent, Agent) else nullcontext()
-    with open_envs(env, [num_envs], env_timeout) as parts, mode:
+    with open_envs(env, [num_envs], env_timeout, records_video=records_video) as parts, mode:
         player: Player
         if isinstance(agent, Agent):
             player = AgentPlayer(agent)
@@ -281,7 +308,9 @@ def evaluation_mode(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: i
         greedy: As for `Agent.eval`.
         seed: Seed of the random numbers.
     """
-    actor = collector_of(agent).actor
+    collector = collector_of(agent)
+    actor = collector.actor
+    is_as_loaded = collector.is_as_loaded
     was_learning = actor.is_learning
     was_greedy = actor.is_greedy
     rng = agent.policy.rng
@@ -298,6 +327,7 @@ def evaluation_mode(agent: Agent, ids: Sequence[Hashable], greedy: bool, seed: i
             agent.train()
         else:
             agent.eval(was_greedy)
+        collector.is_as_loaded = is_as_loaded
 
 
 @contextmanager

@@ -111,12 +111,14 @@ def train(
         judge: Function that rewards each finished `PlayedEpisode` before it is learned from, such as a second model.
             It returns a number for the last turn, or a list with one for each turn, which are added to the rewards.
         run_dir: Folder of the run, new, empty or that of the run to resume: `config.json`, `metrics.jsonl`,
-            `transcripts.jsonl`, `scores.json`, `checkpoints/` and, at the end, `report.html`. None writes nothing.
-        eval_episodes: Episodes in which the agent is evaluated before and after the training, beside a random policy;
-            replies are the likeliest, as in `evaluate`, and the time does not count as training. None: 100 with
-            `run_dir`, unless a `ScoreCallback` scores the agent, else 0, which evaluates nothing.
+            `transcripts.jsonl`, `scores.json`, `checkpoints/` and, at the end, `report.html` with what it shows. None
+            writes nothing.
+        eval_episodes: Number of evaluation episodes before and after training, for the agent (its likeliest replies)
+            and for a random policy; their time does not count as training time. None: 100 with `run_dir` and without a
+            `ScoreCallback`, else 0, which evaluates nothing.
         track: With `run_dir`: other trackers, as for `default_tracker`: "tensorboard", "wandb", "mlflow", "csv".
-        config: Further settings to record in `config.json` and with the trackers, by name.
+        config: With `run_dir`: further settings to record in `config.json` and with the trackers, by name. Names of
+            the library's own settings keep their values.
         checkpoint_dir: Folder of the checkpoints; None is `checkpoints` in `run_dir`, or no checkpoints without it.
         checkpoint_every: Number of updates between two checkpoints; one is also written before the first step. Each
             drops all caches, so observations that recur are processed again after it.
@@ -154,6 +156,8 @@ def train(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
     )
+    if config and run_dir is None:
+        raise ConfigError("config= needs the run_dir that the settings are recorded in.")
     if eval_episodes is not None and eval_episodes < 0:
         raise ConfigError(f"eval_episodes={eval_episodes}. Pass a number of episodes, 0 for no evaluation, or None.")
     all_callbacks = Callbacks(callbacks)
@@ -210,7 +214,7 @@ def train(
             return SavedRun(folder, keep_checkpoints, agent, play, options, allow_changes, run_id)
 
         comparison = Comparison(agent, env, eval_episodes, wanted_num_envs, judge, env_timeout, progress.note)
-        pictures = Pictures(agent, env, folders.run_dir)
+        pictures = Pictures(agent, env, folders.run_dir, env_timeout)
         saved_run = None if folders.checkpoint_dir is None else saved_run_in(folders.checkpoint_dir)
         saved_state = saved_run.read(resuming) if saved_run and resume else None
         loop = _Loop(
@@ -228,34 +232,35 @@ def train(
             adapts_num_envs=adapts_num_envs,
         )
         # Files are written only now that no argument can be rejected any more.
-        settings = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs, "seed": seed}
+        settings: dict[str, Any] = {"episodes": episodes, "turns": turns, "minutes": minutes}
+        settings |= {"num_envs": num_envs, "seed": seed}
+        settings["environment"] = parts[0].identity
         # Without a seed here, the learner's is recorded, which is the agent's.
         settings = {name: value for name, value in settings.items() if name != "seed" or seed is not None}
-        settings |= config or {}
+        loop.user_settings = dict(config or {})
         loop.open_trackers(run_files, settings, track, tracker, is_new=saved_state is None)
-        if saved_state is None:
-            with run.paused():
-                comparison.before()
-                pictures.before()
-            loop.begin_episodes()
-        else:
+        if saved_state is not None:
             loop.restore_counts(saved_state)
-        loop.warn_if_replies_may_fail()
-        with (
-            loop.callbacks_notified(saved_state),
-            saved_on_error(loop.save if saved_run else None, folders.checkpoint_dir),
-        ):
-            resuming.close()
-            loop.run_steps(checkpoint_every, is_new=saved_state is None)
+        with loop.callbacks_notified(saved_state):
+            if saved_state is None:
+                with run.paused(), interrupts.suspended():
+                    comparison.evaluate_before()
+                    pictures.draw_before()
+                loop.begin_episodes()
+            loop.warn_if_replies_may_fail()
+            loop.write_scores()
+            with saved_on_error(loop.save if saved_run else None, folders.checkpoint_dir):
+                resuming.close()
+                loop.run_steps(checkpoint_every, is_new=saved_state is None)
         loop.stop_if_interrupted()
+        with run.paused(), interrupts.suspended():
+            comparison.evaluate_after()
+            pictures.draw_after()
+        scores = loop.write_scores()
         run.finish()
         if run.is_finished:
             # Records the end, so that the next call has a budget of its own.
             loop.save()
-        with run.paused():
-            comparison.after()
-            pictures.after()
-        scores = loop.write_scores()
     message = "" if run.updates else collector.why_no_update()
     if message:
         logger.warning(message)
@@ -292,6 +297,7 @@ class _Loop:
         saved_run_in: Function that returns the run's checkpoints in a folder.
         comparison: Evaluates the agent before and after the training.
         saved_run: The run's checkpoints; None without a folder for them.
+        user_settings: The user's own settings to record.
         adapts_num_envs: Whether the number of environments that act follows the length of episodes.
     """
 
@@ -308,6 +314,7 @@ class _Loop:
     on_update: Callable[[Stats], bool | None] | None
     adapts_num_envs: bool
     trackers: MultiTracker = field(default_factory=MultiTracker)
+    user_settings: dict[str, Any] = field(default_factory=dict)
     _has_warned: bool = False
 
     def open_trackers(
@@ -336,8 +343,16 @@ class _Loop:
             if is_new:
                 require_no_metrics(run_dir)
             learner = self.agent.learner.config
-            config = {"agent": type(self.agent).__name__, "learner": type(learner).__name__, **settings}
-            config |= learner.to_dict()
+            model: Any = self.agent.model.pretrained_model
+            config = {
+                **self.user_settings,
+                **learner.to_dict(),
+                **settings,
+                "agent": type(self.agent).__name__,
+                "learner": type(learner).__name__,
+                "model": model.config.name_or_path,
+                "context": collector_of(self.agent).options["context"],
+            }
             run_id = "" if self.saved_run is None else self.saved_run.run_id
             run_trackers = trackers_of_run(run_dir, config, agent=self.agent, track=track, run_id=run_id)
             opened_trackers.append(run_files.enter_context(closing(run_trackers)))
@@ -365,7 +380,10 @@ class _Loop:
             f"{1 - self.run.progress:.0%} of the budget is left"
         )
         if self.folders.run_dir is not None:
-            self.comparison.scores = read_scores(self.folders.run_dir / "scores.json")
+            scores = read_scores(self.folders.run_dir / "scores.json")
+            # It is evaluated again.
+            scores.pop("after", None)
+            self.comparison.scores = scores
 
     def warn_if_replies_may_fail(self) -> None:
         """Warns if a reply in free text may name no action, which would end the training."""
@@ -394,7 +412,6 @@ class _Loop:
                 self.callbacks.raise_error()
                 if saved_state is not None:
                     self._load_callbacks(saved_state["callbacks"])
-                self.write_scores()
             except BaseException:
                 self.trackers.undo_rewind()
                 raise
@@ -493,7 +510,7 @@ class _Loop:
 
     def write_scores(self) -> dict[str, Score]:
         """Writes the scores that are known to the trackers and into the run's folder, and returns them."""
-        scores = self.comparison.scores | self.callbacks.scores
+        scores = self.callbacks.scores | self.comparison.scores
         if scores and distributed.is_main_process():
             self.trackers.log_scores(scores, len(self.run.returns))
             if self.folders.run_dir is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import copy
 import json
 import logging
 import os
@@ -24,9 +23,10 @@ from ..agent.transcripts import choice_probabilities
 from ..errors import ConfigError, excerpt
 from ..options import json_safe
 from ..saving.atomic import replace_file
-from .env_specs import can_recreate
+from .env_specs import can_recreate, make_from_spec, video_free
 from .environments import EnvSource, make_env
 from .evaluation import EVALUATION_SEED, evaluation_mode
+from .report.page import MAX_STATES, fits_a_page
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 _EPISODES = 3
 _TURNS = 60
 _PIXELS = 200
-# States that a picture of the policy may have.
-_MAX_STATES = 2_000
 # Characters of a rendering as text.
 _CHARACTERS = 4_000
 _RENDER_MODES = ("ansi", "rgb_array")
@@ -45,19 +43,20 @@ def policy_picture(agent: Agent) -> list[dict[str, Any]]:
     """Returns the probabilities of all choices in the states that an agent lists; empty without states or choices.
 
     An agent lists states by a method `states`, which returns observations by their place in the picture: a pair of row
-    and column, or three texts or numbers, of which the first names a part of the picture.
+    and column, or three texts or numbers, of which the first names a panel of the picture.
 
     Raises:
         ConfigError: `states()` returns something else, or too many states.
     """
     states = getattr(agent, "states", None)
-    if states is None:
+    # A subclass may use the name for something else.
+    if not callable(states):
         return []
     observations = states()
-    if not isinstance(observations, Mapping) or len(observations) > _MAX_STATES:
+    if not isinstance(observations, Mapping) or len(observations) > MAX_STATES:
         raise ConfigError(
-            f"states() returned {excerpt(observations)}. Return a dictionary of at most {_MAX_STATES} observations by "
-            "(row, column) or (part, row, column)."
+            f"states() returned {excerpt(observations)}. Return a dictionary of at most {MAX_STATES} observations by "
+            "(row, column) or (panel, row, column)."
         )
     hooks = collector_of(agent).actor.hooks
     if any(hooks.choices(observation) is None for observation in observations.values()):
@@ -66,73 +65,78 @@ def policy_picture(agent: Agent) -> list[dict[str, Any]]:
     probabilities = agent.action_probabilities(list(observations.values()))
     for place, choices in zip(observations, probabilities, strict=True):
         if not isinstance(place, tuple) or len(place) not in (2, 3):
-            raise ConfigError(f"states() has the key {place!r}. Use (row, column) or (part, row, column).")
-        part, row, column = place if len(place) == 3 else ("", *place)
-        cells.append({"part": str(part), "row": str(row), "column": str(column), "choices": choices})
+            raise ConfigError(f"states() has the key {place!r}. Use (row, column) or (panel, row, column).")
+        panel, row, column = place if len(place) == 3 else ("", *place)
+        cells.append({"panel": str(panel), "row": str(row), "column": str(column), "choices": choices})
+    if not fits_a_page(cells):
+        raise ConfigError("states() has too many rows and columns for a picture. Let states share them.")
     return cells
 
 
 class Pictures:
-    """Writes a run's pictures into its folder: `policy.json`, and episodes with renderings into `shown.jsonl`.
+    """Writes a run's pictures into its folder: `policy.json`, and episodes with renderings into `played.jsonl`.
 
-    A user's `states`, `render` and environments may raise anything. Errors are logged, and the picture is left out.
+    A user's `states`, `render` and environments may raise anything. Errors are logged, and the picture is left out. Of
+    several processes that learn together, each draws, so that none of them waits, and the first one writes.
     """
 
-    def __init__(self, agent: Agent, env: EnvSource, folder: Path | None) -> None:
+    def __init__(self, agent: Agent, env: EnvSource, folder: Path | None, env_timeout: float | None) -> None:
         """Prepares the pictures.
 
         Args:
             agent: The agent that is trained.
             env: As for `train`.
-            folder: The run's folder; None writes nothing.
+            folder: The run's folder; None draws nothing.
+            env_timeout: As for `train`; with a limit no episodes are played here, since nothing would enforce it.
         """
         self._agent = agent
         self._env = env
-        self._folder = folder if distributed.is_main_process() else None
+        self._folder = folder
+        self._plays = env_timeout is None
 
-    def before(self) -> None:
-        """Writes the untrained policy."""
-        self._logging_errors(lambda: self._write_policy("before"))
+    def draw_before(self) -> None:
+        """Draws the untrained policy."""
+        self._logging_errors(lambda: self._draw_policy("before"))
 
-    def after(self) -> None:
-        """Writes the trained policy, and a few episodes that it plays."""
-        self._logging_errors(lambda: self._write_policy("after"))
-        self._logging_errors(self._write_episodes)
+    def draw_after(self) -> None:
+        """Draws the trained policy, and a few episodes that it plays."""
+        self._logging_errors(lambda: self._draw_policy("after"))
+        if self._plays:
+            self._logging_errors(self._draw_episodes)
 
-    def _logging_errors(self, write: Callable[[], None]) -> None:
+    def _logging_errors(self, draw: Callable[[], None]) -> None:
         if self._folder is None:
             return
         try:
-            write()
+            draw()
         except gymnasium.error.DependencyNotInstalled as error:
             logger.info("The environment cannot be rendered: %s", error)
         except Exception as error:  # a user's methods may raise anything
             logger.warning("A picture for the report is left out: %r", error)
 
-    def _write_policy(self, when: str) -> None:
+    def _draw_policy(self, when: str) -> None:
         assert self._folder is not None
         cells = policy_picture(self._agent)
-        if not cells:
+        if not cells or not distributed.is_main_process():
             return
         path = self._folder / "policy.json"
         pictures = json.loads(path.read_text(encoding="utf-8")) if path.exists() and when == "after" else {}
         replace_file(path, json.dumps(json_safe({**pictures, when: cells})) + "\n")
 
-    def _write_episodes(self) -> None:
+    def _draw_episodes(self) -> None:
         assert self._folder is not None
-        env = _rendering_env(self._env)
-        if env is None:
-            return
+        ids = [("played", 0)]
         lines = []
-        ids = [("shown", 0)]
-        with (
-            _without_display(),
-            closing(env),
-            evaluation_mode(self._agent, ids, greedy=True, seed=EVALUATION_SEED),
-        ):
-            for number in range(_EPISODES):
-                lines.append(json.dumps(json_safe(self._episode(env, EVALUATION_SEED + number, ids[0]))) + "\n")
-        replace_file(self._folder / "shown.jsonl", "".join(lines))
+        with _without_display():
+            env = _rendering_env(self._env)
+            if env is None:
+                return
+            with closing(env), evaluation_mode(self._agent, ids, greedy=True, seed=EVALUATION_SEED):
+                for number in range(_EPISODES):
+                    episode = self._episode(env, EVALUATION_SEED + number, ids[0])
+                    lines.append(json.dumps(json_safe(episode)) + "\n")
+        if distributed.is_main_process():
+            replace_file(self._folder / "played.jsonl", "".join(lines))
 
     def _episode(self, env: gymnasium.Env[Any, Any], seed: int, env_id: Any) -> dict[str, Any]:
         """Plays an episode; returns it as a transcript whose turns have the environment's rendering."""
@@ -163,7 +167,9 @@ class Pictures:
             self._agent.assign_rewards([float(reward)], [env_id])
             is_over = terminated or truncated
         actor.discard_episodes([env_id])
+        end = {"read": actor.hooks.text(observation, info), "frame": _frame(env.render())} if is_over else None
         return {
+            "end": end,
             "update": self._agent.policy.num_updates,
             "system": self._agent.get_system_prompt(),
             "return": sum(turn.get("reward", 0.0) for turn in turns),
@@ -193,37 +199,32 @@ def _rendering_env(source: EnvSource) -> gymnasium.Env[Any, Any] | None:
         return None
     if isinstance(source, str):
         env = make_env(source)
-    elif not isinstance(source, gymnasium.Env):
-        env = source()
-    elif can_recreate(source):
-        env = gymnasium.make(copy.deepcopy(_without_video(source.spec)))
+    elif isinstance(source, gymnasium.Env):
+        if not can_recreate(source):
+            return None
+        env = make_from_spec(source)
     else:
-        return None
+        # What a function sets up beside its spec would be missing in another one.
+        env = video_free(source)()
+        if env.render_mode not in _RENDER_MODES:
+            env.close()
+            return None
     if env.render_mode in _RENDER_MODES:
         return env
     modes = [mode for mode in _RENDER_MODES if mode in env.metadata.get("render_modes", ())]
-    spec = env.spec if can_recreate(env) else None
     env.close()
-    if not modes or spec is None:
-        return None
-    return gymnasium.make(copy.deepcopy(spec), render_mode=modes[0])
-
-
-def _without_video(spec: Any) -> Any:
-    """Returns an environment's spec without wrappers that write files."""
-    plain = copy.deepcopy(spec)
-    plain.additional_wrappers = tuple(each for each in plain.additional_wrappers if each.name != "RecordVideo")
-    return plain
+    return make_from_spec(env, render_mode=modes[0]) if modes and can_recreate(env) else None
 
 
 def _frame(rendered: Any) -> dict[str, str]:
     """Returns a rendering as the report shows it: text, or an image as PNG in base64; empty if it is neither."""
     if isinstance(rendered, str):
         return {"text": rendered[:_CHARACTERS]}
-    if not isinstance(rendered, np.ndarray) or rendered.ndim != 3 or rendered.shape[2] != 3:
+    if not isinstance(rendered, np.ndarray) or rendered.ndim != 3 or rendered.shape[2] not in (3, 4):
         return {}
     step = max(1, -(-rendered.shape[1] // _PIXELS))
-    return {"png": base64.b64encode(_png(rendered[::step, ::step].astype(np.uint8))).decode()}
+    pixels = rendered[::step, ::step, :3].astype(np.uint8)
+    return {"png": base64.b64encode(_png(pixels)).decode()}
 
 
 def _png(pixels: np.ndarray[Any, Any]) -> bytes:

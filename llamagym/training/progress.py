@@ -131,6 +131,7 @@ class Progress:
         """Prints a line, above the bar if there is one."""
         if not self._is_shown:
             return
+        line = str(line)
         with self._lock:
             self._last_line = time.perf_counter()
             if self._has_bar:

@@ -21,7 +21,7 @@ from typing import Any
 from .. import distributed
 from ..agent.agent import Agent
 from ..errors import ConfigError
-from ..learners.base import Stats
+from ..learners.base import Stats, UpdateStats
 from ..options import as_json, check_arguments, require_positive
 from .episodes import PlayedEpisode, success_rate
 
@@ -192,7 +192,7 @@ class Run:
         """Continues from a saved state."""
         self.is_resumed = True
         self.returns = state["returns"]
-        self.updates = state["updates"]
+        self.updates = [UpdateStats(stats) for stats in state["updates"]]
         self.turns = state["turns"]
         self.successes = state["successes"]
         self._uncounted = state["uncounted"]
@@ -233,6 +233,17 @@ class Interrupts:
     ) -> None:
         """Restores the previous handlers."""
         self._restore()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While open, signals have their usual effect: Ctrl-C raises KeyboardInterrupt at once."""
+        handlers = dict(self._previous_handlers)
+        self._restore()
+        try:
+            yield
+        finally:
+            if handlers:
+                self.__enter__()
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self.stops = True

@@ -33,7 +33,7 @@ _ID_PATTERN = re.compile(r"[0-9a-f]{16}")
 _MARK_PATTERN = re.compile(rf"(?:unknown|\d[\w.!+]*) run ({_ID_PATTERN.pattern})")
 # Files that a run and the examples write.
 _FILES = (
-    *(CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "scores.json", "policy.json", "shown.jsonl"),
+    *(CONFIG, "metrics.jsonl", "metrics.csv", "transcripts.jsonl", "scores.json", "policy.json", "played.jsonl"),
     *("summary.json", "mlflow.db"),
 )
 # Folders that a run, the command line and services write below the run's folder.

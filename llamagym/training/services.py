@@ -54,6 +54,7 @@ class ServiceTracker:
             self._make = partial(tracker_class, project, **options)
             self._tracker = self._make()
             self._tracker.start()
+            self._tracker.store_init_configuration({str(key): _plain(value) for key, value in config.items()})
         except ImportError as error:
             raise ConfigError(
                 f"track={name!r} needs a package that is missing: {error}. Install it (pip install {name}), or drop "
@@ -64,7 +65,6 @@ class ServiceTracker:
                 f"track={name!r} cannot start with the project {project!r}: {reason_of(error)}. Pass another "
                 "project (or WANDB_PROJECT), or drop the tracker."
             ) from error
-        self._tracker.store_init_configuration({key: _plain(value) for key, value in config.items()})
         self._agent = agent
         self._name = name
         self._step = 0
@@ -92,7 +92,7 @@ class ServiceTracker:
         return self._step
 
     def rewind(self, position: int) -> None:
-        """Hides what TensorBoard was given after a position; other services begin a run of their own."""
+        """Purges TensorBoard's events after a position; other services start a new run."""
         if self._name == "tensorboard" and isinstance(position, int):
             self._tracker.finish()
             self._tracker = self._make(purge_step=position + 1)
@@ -121,6 +121,8 @@ def _mlflow_options(run_dir: Path) -> dict[str, str]:
     if "MLFLOW_TRACKING_URI" in os.environ:
         return {}
     mlflow.set_tracking_uri(f"sqlite:///{run_dir / 'mlflow.db'}")
+    # MLflow sets the variable as well, which the next run would take for the user's.
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
     return {"logging_dir": (run_dir / "mlruns").as_uri()}
 
 
@@ -163,4 +165,5 @@ def _can_be_shown(value: float | str) -> bool:
 
 
 def _plain(value: Any) -> bool | int | float | str:
-    return value if isinstance(value, bool | int | float | str) else str(value)
+    is_usual = isinstance(value, bool | float | str) or (isinstance(value, int) and abs(value) < 2**63)
+    return value if is_usual else str(value)

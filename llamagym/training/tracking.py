@@ -558,6 +558,12 @@ def trackers_of_run(
     return trackers
 
 
+def _unlink_if_alone(path: Path) -> None:
+    """Removes a run's mark, unless a service has written into its folder, which would then be nobody's."""
+    if len(os.listdir(path.parent)) == 1:
+        path.unlink()
+
+
 def _require_no_links(folder: Path, project: str) -> None:
     """Rejects a run's folder in which a project's folder, where services write, is a link."""
     path = Path(project)
@@ -575,5 +581,5 @@ def _write_settings(path: Path, settings: Mapping[str, Any], on_error: ExitStack
     if path.exists():
         on_error.callback(replace_file, path, path.read_bytes())
     else:
-        on_error.callback(path.unlink)
+        on_error.callback(_unlink_if_alone, path)
     replace_file(path, json.dumps(json_safe(settings), indent=1) + "\n")

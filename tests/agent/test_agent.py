@@ -530,3 +530,13 @@ def test_training_mode_has_one_clear_name():
     assert modes == [(False, True), (False, False), (True, False)] * 2
     with pytest.raises(ConfigError, match="mode must be True or False"):
         agent.set_training_mode("yes")
+
+
+def test_a_property_keeps_its_own_error():
+    class Mine(WordAgent):
+        @property
+        def table(self) -> Any:
+            return self.missing_part
+
+    with pytest.raises(AttributeError, match="has no attribute 'missing_part'"):
+        _ = make_agent(Mine).table

@@ -88,6 +88,7 @@ def test_a_loaded_agent_only_acts_until_it_is_told_to_learn(base, tmp_path, capl
     before = agent.policy.num_updates
     greedy = agent.act(3)
     assert {agent.act_batch([3], [env])[0] for env in range(1, 20)} == {greedy}
+    evaluate(agent, DiceEnv, episodes=2, num_envs=1)
     hint = "A loaded agent is in evaluation mode, so it does not learn from this episode. Call agent.train()"
     agent.terminate_episodes(range(20), train=False)
     assert hint not in caplog.text

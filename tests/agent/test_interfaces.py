@@ -234,7 +234,9 @@ CALLS = {
         },
     ),
     "write_report": Call(
-        write_report, lambda: {"runs": ["nowhere"], "path": "unused"}, {"runs": ANY, "path": FOLDER | {"none"}}
+        write_report,
+        lambda: {"runs": ["nowhere"], "path": "unused"},
+        {"runs": ANY, "path": FOLDER | {"none"}, "refreshes": FLAG},
     ),
 }
 CONFIGURATIONS = {"GRPOConfig", "GenerationConfig", "LearnerConfig", "PPOConfig", "ReinforceConfig", "ReplayConfig"}

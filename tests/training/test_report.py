@@ -237,25 +237,25 @@ def test_settings_that_have_their_default_are_marked(lakes, tmp_path):
     ("file", "content"),
     [
         ("scores.json", '{"before": {"mean": 1}, "after": 3, "random": {"mean": "x"}}'),
-        ("policy.json", '{"before": 1, "after": [1, {}, {"choices": {}, "part": "", "row": "", "column": ""}]}'),
+        ("policy.json", '{"before": 1, "after": [1, {}, {"choices": {}, "panel": "", "row": "", "column": ""}]}'),
         ("policy.json", '[{"before": []}]'),
-        ("shown.jsonl", '{"turns": [{"frame": 1}]}\n{'),
+        ("played.jsonl", '{"turns": [{"frame": 1}]}\n{'),
     ],
 )
 def test_damaged_pictures_are_left_out(tmp_path, file, content):
     (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
     (tmp_path / file).write_text(content)
     (run,) = data_of(write_report([tmp_path], tmp_path / "report.html"))["runs"]
-    assert (run["scores"], run["policy"], run["shown"]) == ([], {}, [])
+    assert (run["scores"], run["policy"], run["played"]) == ([], {}, [])
 
 
 def test_images_are_shown_if_they_are_base64(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
     frames = [{"png": "aGk="}, {"png": '"><script>'}, {"png": 3}, {"text": "\x1b[41mS\x1b[0m"}, {"png": "a" * 10**6}]
     told = [{**TOLD, "turns": [{**TURN, "frame": frame}]} for frame in frames]
-    (tmp_path / "shown.jsonl").write_text("\n".join(map(json.dumps, told)))
+    (tmp_path / "played.jsonl").write_text("\n".join(map(json.dumps, told)))
     (run,) = data_of(write_report([tmp_path], tmp_path / "report.html"))["runs"]
-    assert [each["turns"][0]["frame"] for each in run["shown"]] == [frames[0], {}, {}, frames[3], {}]
+    assert [each["turns"][0]["frame"] for each in run["played"]] == [frames[0], {}, {}, frames[3], {}]
 
 
 @pytest.mark.long
@@ -481,3 +481,47 @@ def test_a_browser_shows_a_report_of_damaged_metrics(tmp_path):
         assert "<h2>Settings" in shown
         assert shown.count("<script") == 2
         assert "<img" not in shown
+
+
+@pytest.mark.parametrize("mean", ["NaN", "1e999", "1" * 400, '"x"'])
+def test_scores_that_are_not_finite_are_left_out(tmp_path, mean):
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    record = '{"mean": %s, "standard_error": 0, "interval": null, "episodes": 0, "success_rate": null}'
+    (tmp_path / "scores.json").write_text(f'{{"before": {record % mean}, "after": {record % 1.5}}}')
+    (run,) = data_of(write_report([tmp_path], tmp_path / "report.html"))["runs"]
+    assert [(score["name"], score["mean"]) for score in run["scores"]] == [("after", 1.5)]
+
+
+def test_a_picture_with_too_many_rows_and_columns_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    cells = [{"panel": "", "row": str(i), "column": str(i), "choices": {"a": 1.0}} for i in range(2000)]
+    (tmp_path / "policy.json").write_text(json.dumps({"before": cells, "after": cells[:90]}))
+    (run,) = data_of(write_report([tmp_path], tmp_path / "report.html"))["runs"]
+    assert list(run["policy"]) == ["after"]
+
+
+def test_runs_of_one_folder_name_are_told_apart(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        (tmp_path / name / "run" / "metrics.jsonl").write_text('{"entropy": 1.0}\n')
+    data = data_of(write_report([tmp_path / "a" / "run", tmp_path / "b" / "run"], tmp_path / "report.html"))
+    assert [run["name"] for run in data["runs"]] == ["a/run", "b/run"]
+
+
+@pytest.mark.parametrize(
+    ("states", "warning"),
+    [
+        ({0: 1}, None),
+        (lambda: [1, 2], r"states\(\) returned \[1, 2\]"),
+        (lambda: {"row 1": 0}, "has the key 'row 1'"),
+        (lambda: {(i, i): i for i in range(150)}, "too many rows and columns"),
+    ],
+)
+def test_states_that_are_no_picture_are_explained_and_end_no_training(tmp_path, caplog, states, warning):
+    agent = make_agent(ChoiceAgent, context="turn", ppo={"batch_size": 6})
+    agent.states = states
+    train(agent, CountdownEnv, episodes=4, num_envs=2, run_dir=tmp_path, eval_episodes=0)
+    assert not (tmp_path / "policy.json").exists()
+    left_out = [record.message for record in caplog.records if "left out" in record.message]
+    assert bool(left_out) == (warning is not None)
+    assert all(re.search(warning, message) for message in left_out)

@@ -15,6 +15,7 @@ import pytest
 
 from llamagym import Callback, ConfigError, EvaluationResult, Score, ScoreCallback, evaluate, train
 from llamagym.saving.checkpoints import newest
+from llamagym.training.comparison import Comparison
 from llamagym.training.evaluation import EVALUATION_SEED, as_score
 from llamagym.training.report.scores import read_scores
 from tests.helpers.agents import ChoiceAgent, CountdownEnv, make_agent
@@ -124,7 +125,7 @@ def test_an_environment_that_rejects_random_actions_is_trained_in_all_the_same(c
     agent = make_agent(Careful, ppo=SIZES, context="turn")
     result = train(agent, Picky, episodes=6, num_envs=2, seed=0, eval_episodes=20)
     assert list(result.scores) == ["before", "after"]
-    assert "A random policy cannot be evaluated in this environment: ValueError('action 2 is not mine')" in caplog.text
+    assert "The evaluation 'random' failed, and is left out: ValueError('action 2 is not mine')" in caplog.text
 
 
 def test_an_exact_score_replaces_evaluations(tmp_path):
@@ -382,3 +383,69 @@ def test_rejects_a_single_name_of_a_tracker(tmp_path):
 def test_trains_without_a_stderr(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert len(learning(None).updates) > 1
+
+
+def test_records_what_was_used_rather_than_what_a_user_calls_alike(tmp_path):
+    agent = make_agent(ChoiceAgent, ppo=SIZES, context="turn", seed=0)
+    user = {"batch_size": 1, "agent": "mine", "note": "first try"}
+    train(agent, DiceEnv, episodes=4, num_envs=2, seed=7, run_dir=tmp_path, eval_episodes=0, config=user)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["seed"] == 7
+    assert settings["batch_size"] == SIZES["batch_size"]
+    assert (settings["agent"], settings["note"], settings["context"]) == ("ChoiceAgent", "first try", "turn")
+    assert "DiceEnv" in settings["environment"]["class"]
+    with pytest.raises(ConfigError, match="config= needs the run_dir"):
+        learning(None, config=user)
+
+
+class Fragile(DiceEnv):
+    """Breaks in evaluations, whose seeds are their own."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> Any:
+        if Fragile.is_broken:
+            raise OSError("the port is in use")
+        return super().reset(seed=seed)
+
+
+def test_an_evaluation_that_fails_does_not_end_the_training(tmp_path, caplog):
+    class BreakAtTheEnd(Callback):
+        def on_training_end(self, run: Any) -> None:
+            Fragile.is_broken = True
+
+    Fragile.is_broken = False
+    result = learning(tmp_path, env=Fragile, callbacks=BreakAtTheEnd(), eval_episodes=4)
+    assert list(result.scores) == ["before", "random"]
+    assert "The evaluation 'after' failed, and is left out: OSError('the port is in use')" in caplog.text
+    assert result.report.is_file()
+
+
+def test_a_kill_in_the_last_evaluation_leaves_only_that_to_do(tmp_path, monkeypatch):
+    def killed(comparison: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Comparison, "evaluate_after", killed)
+        with pytest.raises(KeyboardInterrupt):
+            learning(tmp_path, eval_episodes=4)
+    result = learning(tmp_path, eval_episodes=4, resume=True)
+    assert len(result.returns) == 12
+    assert list(result.scores) == ["before", "after", "random"]
+    # Now it has ended, so another call has a budget of its own.
+    assert len(learning(tmp_path, eval_episodes=4, resume=True).returns) == 24
+
+
+def test_baselines_are_named_after_other_policies():
+    for name in ("before", "after", 1):
+        with pytest.raises(ConfigError, match="Use other policies' names"):
+            ScoreCallback(lambda agent: 0.0, baselines={name: 1.0})
+
+
+def test_a_text_among_the_shown_statistics_does_not_end_the_training(capsys):
+    class Grade(Callback):
+        def on_update(self, run: Any, stats: Any) -> None:
+            stats["success_rate"] = "high"
+            run.note(3)
+
+    result = learning(None, callbacks=Grade())
+    assert result.updates[0]["success_rate"] == "high"
+    assert "\n3\n" in capsys.readouterr().err

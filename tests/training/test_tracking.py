@@ -577,3 +577,22 @@ def of_folder(folder, track):
 def test_a_cell_of_a_transcript_keeps_its_column():
     row = [1, 2, 3, "a | b\nc", "left", None, 0.123456, -1.0, None]
     assert _markdown([row]).splitlines()[-1] == "| 1 | 2 | 3 | a \\| b c | left |  | 0.123 | -1 |  |"
+
+
+def test_a_tracker_that_cannot_start_leaves_a_folder_that_can_be_used(tmp_path):
+    tensorboard = ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
+    with pytest.raises(ConfigError, match="names 'nope'"):
+        of_folder(tmp_path / "run", [*tensorboard, "nope"])
+    of_folder(tmp_path / "run", ["csv"])
+    assert (tmp_path / "run" / "metrics.csv").is_file()
+
+
+@pytest.mark.long
+@needs("mlflow")
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
+def test_a_second_run_has_an_mlflow_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("one", "two"):
+        of_folder(tmp_path / name, ["mlflow"])
+        assert (tmp_path / name / "mlflow.db").is_file()
+    assert "MLFLOW_TRACKING_URI" not in os.environ

@@ -43,7 +43,9 @@ _SETTING_CHARACTERS = 500
 _NAME_CHARACTERS = 100
 # Limits for the scores, for the states in a picture of the policy, and for the characters of an image.
 _SCORES = 20
-_STATES = 2000
+MAX_STATES = 2000
+_MAX_CELLS = 10_000
+_MAX_BYTES = 2**24
 _IMAGE_CHARACTERS = 200_000
 # Seconds after which a page that shows a running training is loaded again.
 _REFRESH_S = 5
@@ -51,7 +53,7 @@ _REFRESH_S = 5
 _GENERATOR = '<meta name="generator" content="llamagym report">'
 _HEAD_CHARACTERS = 1000
 # Settings in which runs of one group may differ.
-_OF_ONE_RUN = ("seed", "llamagym", "run_dir")
+_OF_ONE_RUN = ("seed", "llamagym", "run_dir", "resume")
 _CONFIGS = {kind.__name__: kind for kind in (PPOConfig, GRPOConfig, ReinforceConfig)}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]*=*")
 
@@ -76,14 +78,16 @@ def write_report(runs: Sequence[str | Path], path: str | Path, refreshes: bool =
     target = user_path(path)
     if os.path.lexists(target) and not _is_report(target):
         raise ConfigError(f"{str(target)!r} exists and is not a report of llamagym. Pass another path.")
-    data = {"runs": [_readable_run(user_path(run)) for run in runs]}
+    folders = [user_path(run) for run in runs]
+    data = {"runs": [_readable_run(folder) for folder in folders]}
+    _make_names_distinct_(data["runs"], folders)
     title = ", ".join(run["name"] for run in data["runs"])
     # Inside a script element only "</" and "<!--" could end the data.
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     refresh = f'<meta http-equiv="refresh" content="{_REFRESH_S}">\n' if refreshes else ""
     values = {"__TITLE__": html.escape(title), "__DATA__": embedded, "__REFRESH__": refresh}
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    # Replace both in one pass: a title may contain the name of a placeholder.
+    # Replace all in one pass: a title may contain the name of a placeholder.
     page = re.sub("|".join(values), lambda match: values[match[0]], template)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +95,15 @@ def write_report(runs: Sequence[str | Path], path: str | Path, refreshes: bool =
     except OSError as error:
         raise ConfigError(f"the report {str(target)!r} cannot be written: {error}. Pass another path.") from error
     return target
+
+
+def _make_names_distinct_(runs: list[dict[str, Any]], folders: Sequence[Path]) -> None:
+    """Adds the parent folder's name to the names of runs whose folders have one name."""
+    names = [run["name"] for run in runs]
+    for run, folder in zip(runs, folders, strict=True):
+        if names.count(run["name"]) > 1:
+            path = folder.resolve()
+            run["name"] = json_safe(f"{path.parent.name}/{path.name}", _NAME_CHARACTERS)
 
 
 def _is_report(path: Path) -> bool:
@@ -120,14 +133,14 @@ def _run(folder: Path) -> dict[str, Any]:
     metrics = _run_file(folder, "metrics.jsonl")
     if metrics is None:
         raise ConfigError(
-            f"{str(folder)!r} holds no metrics.jsonl. Pass the folder of a run that was tracked with default_tracker() "
-            "(the examples and `python -m llamagym train` do so)."
+            f"{str(folder)!r} holds no metrics.jsonl. Pass the run_dir of a training, or the folder of "
+            "default_tracker()."
         )
     lines, damaged = _read_lines(metrics)
     if damaged and not lines:
         raise ConfigError(f"{str(metrics)!r} has no line that is a JSON object. Pass the folder of a run.")
     transcripts, damaged_transcripts = _transcripts(_run_file(folder, "transcripts.jsonl"))
-    shown, damaged_shown = _transcripts(_run_file(folder, "shown.jsonl"))
+    played, damaged_played = _transcripts(_run_file(folder, "played.jsonl"))
     settings = _settings(folder)
     rows = [_numbers(line) for line in lines]
     return {
@@ -138,10 +151,10 @@ def _run(folder: Path) -> dict[str, Any]:
         "rows": rows,
         "alarms": _alarms(rows, settings.get("dtype", "")),
         "transcripts": transcripts,
-        "shown": shown,
+        "played": played,
         "scores": _scores(folder),
         "policy": _policy(folder),
-        "damaged": damaged + damaged_transcripts + damaged_shown,
+        "damaged": damaged + damaged_transcripts + damaged_played,
     }
 
 
@@ -164,7 +177,7 @@ def _transcripts(path: Path | None) -> tuple[list[dict[str, Any]], int]:
 def _scores(folder: Path) -> list[dict[str, Any]]:
     """Returns the scores of the run's policies, in the order in which the terminal printed them."""
     path = _run_file(folder, "scores.json")
-    if path is None:
+    if path is None or path.stat().st_size > _MAX_BYTES:
         return []
     shown = list(read_scores(path).items())[:_SCORES]
     return [{"name": json_safe(name, _NAME_CHARACTERS), **json_safe(score._asdict())} for name, score in shown]
@@ -174,15 +187,25 @@ def _policy(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Returns the cells of the policy's picture before and after the training; without those that are damaged."""
     path = _run_file(folder, "policy.json")
     pictures: Any = None
-    if path is not None:
+    if path is not None and path.stat().st_size <= _MAX_BYTES:
         with suppress(OSError, ValueError, RecursionError):
             pictures = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     found = {}
     for when in ("before", "after"):
         cells = pictures.get(when) if isinstance(pictures, dict) else None
         if isinstance(cells, list):
-            found[when] = [cell for cell in map(_cell, cells[:_STATES]) if cell is not None]
-    return {when: cells for when, cells in found.items() if cells}
+            found[when] = [cell for cell in map(_cell, cells[:MAX_STATES]) if cell is not None]
+    return {when: cells for when, cells in found.items() if cells and fits_a_page(cells)}
+
+
+def fits_a_page(cells: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a picture's panels, as tables with all of their rows and columns, have few enough cells."""
+    rows: dict[str, set[str]] = {}
+    columns: dict[str, set[str]] = {}
+    for cell in cells:
+        rows.setdefault(cell["panel"], set()).add(cell["row"])
+        columns.setdefault(cell["panel"], set()).add(cell["column"])
+    return sum(len(rows[panel]) * len(columns[panel]) for panel in rows) <= _MAX_CELLS
 
 
 def _cell(record: Any) -> dict[str, Any] | None:
@@ -190,7 +213,7 @@ def _cell(record: Any) -> dict[str, Any] | None:
     try:
         shown = list(record["choices"].items())[:_CHOICES]
         choices = [(json_safe(text, _NAME_CHARACTERS), _number(probability) or 0.0) for text, probability in shown]
-        place = {name: json_safe(_text(record[name]), _NAME_CHARACTERS) for name in ("part", "row", "column")}
+        place = {name: json_safe(_text(record[name]), _NAME_CHARACTERS) for name in ("panel", "row", "column")}
     except (AttributeError, KeyError, TypeError):
         return None
     return {**place, "choices": choices} if choices else None
@@ -277,6 +300,7 @@ def _transcript(line: Mapping[str, Any]) -> dict[str, Any] | None:
             "return": _number(line["return"]),
             "length": _number(line["length"]) or 0,
             "truncated": bool(line["truncated"]),
+            "end": _end(line.get("end")),
             "turns": [_turn(turn) for turn in line["turns"][:_TURNS]],
         }
     except (KeyError, TypeError, ValueError):
@@ -296,6 +320,13 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         "frame": _frame(turn.get("frame")),
         **{name: _number(turn.get(name)) for name in ("reward", "penalty", "value", "advantage")},
     }
+
+
+def _end(end: Any) -> dict[str, Any] | None:
+    """Returns the last observation of an episode and its rendering; None without one."""
+    if not isinstance(end, Mapping):
+        return None
+    return {"read": _text(end.get("read", "")), "frame": _frame(end.get("frame"))}
 
 
 def _frame(frame: Any) -> dict[str, str]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...options import json_safe
+from ...options import as_number, json_safe
 from ...saving.atomic import replace_file
+
+_FIELDS = ("mean", "standard_error", "interval", "episodes", "success_rate")
 
 
 class Score(NamedTuple):
@@ -47,7 +50,7 @@ class Score(NamedTuple):
 
 def saved_score(record: Any) -> Score | None:
     """Returns the score that `Score._asdict` and JSON have saved; None if it is damaged."""
-    if not isinstance(record, Mapping) or set(record) != set(Score._fields):
+    if not isinstance(record, Mapping) or set(record) != set(_FIELDS):
         return None
     interval = record["interval"]
     is_pair = isinstance(interval, (list, tuple)) and len(interval) == 2
@@ -55,7 +58,7 @@ def saved_score(record: Any) -> Score | None:
         return None
     numbers = [record["mean"], record["standard_error"], record["episodes"], *(interval or ())]
     numbers += [] if record["success_rate"] is None else [record["success_rate"]]
-    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
+    if not all(isinstance(number, (int, float)) and math.isfinite(as_number(number)) for number in numbers):
         return None
     values = {**record, "interval": None if interval is None else tuple(interval)}
     return Score(**values)
