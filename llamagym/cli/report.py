@@ -12,7 +12,7 @@ import click
 from ..errors import ConfigError
 from ..training import write_report
 
-# Seconds between two reports of a training that is watched.
+# Seconds between two reports of a run that is watched.
 _INTERVAL_S = 5.0
 
 

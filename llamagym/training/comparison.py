@@ -9,9 +9,10 @@ from functools import partial
 from gymnasium.vector import AsyncVectorEnv
 
 from ..agent.agent import Agent
+from .env_specs import without_video
 from .environments import EnvSource
 from .episodes import Judge
-from .evaluation import EVALUATION_SEED, EvaluationResult, as_score, evaluate_episodes
+from .evaluation import EVALUATION_SEED, EvaluationResult, as_score, evaluate
 from .report.scores import Score
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 class Comparison:
     """Scores an agent before and after training, and a random policy, on the same episodes.
 
-    An evaluation that fails is logged and left out: it must not end a training. Of several processes that learn
+    An evaluation that fails is logged and left out: it must not end the training run. Of several processes that learn
     together, each evaluates, so that none of them waits.
 
     Attributes:
@@ -53,15 +54,13 @@ class Comparison:
         # An error of one environment would end the processes of all.
         self._has_random = not isinstance(getattr(env, "unwrapped", None), AsyncVectorEnv)
         self._evaluate: Callable[[Agent | str], EvaluationResult] = partial(
-            evaluate_episodes,
-            env=env,
+            evaluate,
+            env=without_video(env),
             episodes=episodes,
             seed=EVALUATION_SEED,
             num_envs=num_envs,
-            greedy=True,
             judge=judge,
             env_timeout=env_timeout,
-            records_video=False,
         )
         self._is_enabled = episodes > 0
         self._note = note

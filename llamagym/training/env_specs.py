@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.vector import VectorEnv
 
 from ..errors import ConfigError
 from .managed_env import ManagedEnv
@@ -25,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Attributes that differ between equal environments: random number generators and Gymnasium's caches.
 _IGNORED_ATTRIBUTES = {"_np_random", "_np_random_seed", "env", "_cached_spec"}
-# Gymnasium's wrappers that only record or check.
 _VIDEO_WRAPPER = "RecordVideo"
+# Gymnasium's wrappers that only record or check.
 _RECORDING_WRAPPERS = ("OrderEnforcing", "PassiveEnvChecker", "RecordEpisodeStatistics", _VIDEO_WRAPPER)
 # Levels of environments inside environments that are compared.
 _INNER_LEVELS = 3
@@ -40,18 +42,16 @@ def can_recreate(env: gymnasium.Env[Any, Any]) -> bool:
     return env.spec is not None and all(wrapper.kwargs is not None for wrapper in env.spec.additional_wrappers)
 
 
-def maker_from_spec(
-    env: gymnasium.Env[Any, Any], number: int, records_video: bool
-) -> Callable[[], gymnasium.Env[Any, Any]]:
+def maker_from_spec(env: gymnasium.Env[Any, Any], number: int) -> Callable[[], gymnasium.Env[Any, Any]]:
     """Returns a function that makes an environment like `env`.
 
-    For number 0 alone, the first call logs lost attributes, and the environment keeps RecordVideo if `records_video`.
+    For number 0 alone, the first call logs lost attributes, and the environment keeps RecordVideo.
     """
     is_first = number == 0
 
     def recreate() -> gymnasium.Env[Any, Any]:
         nonlocal is_first
-        recreated = make_from_spec(env, records_video=number == 0 and records_video)
+        recreated = make_from_spec(env, records_video=number == 0)
         lost = _lost_attributes(env, recreated) if is_first else []
         if lost:
             logger.warning(
@@ -97,22 +97,36 @@ def _ignored_overwriting() -> Iterator[None]:
         yield
 
 
-def video_free(make: Callable[[], gymnasium.Env[Any, Any]]) -> Callable[[], gymnasium.Env[Any, Any]]:
-    """Returns a function that makes the same environment without RecordVideo."""
+def without_video(source: Any) -> Any:
+    """Returns the source of environments that record no videos; one that records none itself stays as it is.
 
-    def remake() -> gymnasium.Env[Any, Any]:
+    Args:
+        source: As `env` of `train`: an id, an environment, a function that makes one, or a vector environment.
+    """
+    if isinstance(source, gymnasium.Env):
+        records_video = any(map(_is_video_wrapper, wrapper_chain(source)))
+        return partial(make_from_spec, source) if records_video and can_recreate(source) else source
+    if isinstance(source, (str, VectorEnv)):
+        return source
+
+    def make() -> gymnasium.Env[Any, Any]:
         with _ignored_overwriting():
-            env = make()
-        return _unwrapped_video(env)
+            env = source()
+        return _remove_video_wrapper_(env)
 
-    return remake
+    return make
 
 
-def _unwrapped_video(env: Any) -> Any:
+def _remove_video_wrapper_(env: Any) -> Any:
+    """Removes RecordVideo from an environment's wrappers, in place, and returns the environment without it."""
     if not isinstance(env, gymnasium.Wrapper):
         return env
-    env.env = _unwrapped_video(env.env)
-    return env.env if is_recording_wrapper(env) and type(env).__name__ == _VIDEO_WRAPPER else env
+    env.env = _remove_video_wrapper_(env.env)
+    return env.env if _is_video_wrapper(env) else env
+
+
+def _is_video_wrapper(layer: Any) -> bool:
+    return is_recording_wrapper(layer) and type(layer).__name__ == _VIDEO_WRAPPER
 
 
 def _without_overwriting(options: dict[str, Any]) -> dict[str, Any]:

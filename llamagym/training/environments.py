@@ -27,7 +27,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from ..errors import ConfigError, EnvironmentTimeoutError, LlamaGymError, reason_of
 from ..options import as_json, shortened
 from .env_processes import ProcessEnvs, exit_with_parent, lead_group, raise_remote_errors, report_lost_processes
-from .env_specs import can_recreate, is_recording_wrapper, maker_from_spec, video_free, wrapper_chain
+from .env_specs import can_recreate, is_recording_wrapper, maker_from_spec, without_video, wrapper_chain
 from .managed_env import (
     PAUSE_OPTION,
     REPLAY_OPTION,
@@ -278,13 +278,11 @@ def require_env_timeout(env_timeout: float | None) -> None:
 
 @contextmanager
 def open_envs(
-    env: EnvSource,
-    counts: Sequence[int],
-    timeout: float | None = None,
-    in_processes: bool = False,
-    records_video: bool = True,
+    env: EnvSource, counts: Sequence[int], timeout: float | None = None, in_processes: bool = False
 ) -> Iterator[list[EnvGroup]]:
     """Opens groups of environments that are stepped separately; closes those that it made at the end.
+
+    Of the environments made here, only the first records videos.
 
     Args:
         env: An environment's id, an environment, a function that makes one, or a vector environment, which becomes the
@@ -292,7 +290,6 @@ def open_envs(
         counts: Number of environments in each group.
         timeout: Seconds that a step may take; None sets no limit.
         in_processes: Whether environments run in worker processes; they always do with a `timeout`.
-        records_video: Whether the first environment that is made here keeps its RecordVideo; others never do.
 
     Raises:
         ConfigError: `env` cannot be made several times, or is a vector environment that cannot be used.
@@ -306,7 +303,7 @@ def open_envs(
         yield [EnvGroup(env, identity=identity, can_replay=False)]
         return
     identities: list[dict[str, str]] = []
-    makers = _env_makers(env, sum(counts), records_video)
+    makers = _env_makers(env, sum(counts))
     is_callers = isinstance(env, gymnasium.Env) and len(makers) == 1
     managed_makers = [
         _managed_maker(make, number, is_callers, identities, timeout) for number, make in enumerate(makers)
@@ -470,13 +467,13 @@ def _described(option: Any) -> Any:
 
 
 def _env_makers(
-    env: str | gymnasium.Env | Callable[[], gymnasium.Env], count: int, records_video: bool
+    env: str | gymnasium.Env | Callable[[], gymnasium.Env], count: int
 ) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
     """Returns `count` functions that make an environment each; rejects one that cannot be made several times."""
     if isinstance(env, str):
         return [lambda: make_env(env)] * count
     if not isinstance(env, gymnasium.Env):
-        return [env if number == 0 and records_video else video_free(env) for number in range(count)]
+        return [env, *[without_video(env)] * (count - 1)]
     if count == 1:
         return [lambda: env]
     if not can_recreate(env):
@@ -485,7 +482,7 @@ def _env_makers(
             "that does not record its arguments (gymnasium.utils.RecordConstructorArgs). Pass a function that makes "
             "one, or num_envs=1."
         )
-    return [maker_from_spec(env, number, records_video) for number in range(count)]
+    return [maker_from_spec(env, number) for number in range(count)]
 
 
 def make_env(name: str, **options: Any) -> gymnasium.Env[Any, Any]:

@@ -241,32 +241,6 @@ def evaluate(
     check_arguments(evaluate, locals())
     require_positive(episodes=episodes, num_envs=num_envs)
     require_env_timeout(env_timeout)
-    return evaluate_episodes(
-        agent,
-        env,
-        episodes=episodes,
-        seed=seed,
-        num_envs=num_envs,
-        greedy=greedy,
-        judge=judge,
-        env_timeout=env_timeout,
-        records_video=True,
-    )
-
-
-def evaluate_episodes(
-    agent: Agent | Policy,
-    env: EnvSource,
-    *,
-    episodes: int,
-    seed: int | None,
-    num_envs: int | None,
-    greedy: bool,
-    judge: Judge | None,
-    env_timeout: float | None,
-    records_video: bool,
-) -> EvaluationResult:
-    """As `evaluate`, whose arguments have been checked; with `records_video=False` environments write no videos."""
     base_seed = np.random.SeedSequence(as_seed(seed)).entropy
     assert isinstance(base_seed, int)
     num_envs = resolve_num_envs(env, num_envs)
@@ -277,7 +251,7 @@ def evaluate_episodes(
     # Return, length, invalid turns and success by environment; the episodes themselves, with their texts, are dropped.
     outcomes: list[list[tuple[float, int, int, bool | None]]] = [[] for _ in ids]
     mode = evaluation_mode(agent, ids, greedy, base_seed) if isinstance(agent, Agent) else nullcontext()
-    with open_envs(env, [num_envs], env_timeout, records_video=records_video) as parts, mode:
+    with open_envs(env, [num_envs], env_timeout) as parts, mode:
         player: Player
         if isinstance(agent, Agent):
             player = AgentPlayer(agent)

@@ -230,14 +230,14 @@ def train(
             saved_run=saved_run,
             on_update=on_update,
             adapts_num_envs=adapts_num_envs,
+            user_settings=dict(config or {}),
         )
         # Files are written only now that no argument can be rejected any more.
-        settings: dict[str, Any] = {"episodes": episodes, "turns": turns, "minutes": minutes}
-        settings |= {"num_envs": num_envs, "seed": seed}
+        settings: dict[str, Any] = {"episodes": episodes, "turns": turns, "minutes": minutes, "num_envs": num_envs}
         settings["environment"] = parts[0].identity
         # Without a seed here, the learner's is recorded, which is the agent's.
-        settings = {name: value for name, value in settings.items() if name != "seed" or seed is not None}
-        loop.user_settings = dict(config or {})
+        if seed is not None:
+            settings["seed"] = seed
         loop.open_trackers(run_files, settings, track, tracker, is_new=saved_state is None)
         if saved_state is not None:
             loop.restore_counts(saved_state)
@@ -313,8 +313,8 @@ class _Loop:
     saved_run: SavedRun | None
     on_update: Callable[[Stats], bool | None] | None
     adapts_num_envs: bool
+    user_settings: dict[str, Any]
     trackers: MultiTracker = field(default_factory=MultiTracker)
-    user_settings: dict[str, Any] = field(default_factory=dict)
     _has_warned: bool = False
 
     def open_trackers(

@@ -23,7 +23,7 @@ from ..agent.transcripts import choice_probabilities
 from ..errors import ConfigError, excerpt
 from ..options import json_safe
 from ..saving.atomic import replace_file
-from .env_specs import can_recreate, make_from_spec, video_free
+from .env_specs import can_recreate, make_from_spec, without_video
 from .environments import EnvSource, make_env
 from .evaluation import EVALUATION_SEED, evaluation_mode
 from .report.page import MAX_STATES, fits_a_page
@@ -66,8 +66,8 @@ def policy_picture(agent: Agent) -> list[dict[str, Any]]:
     for place, choices in zip(observations, probabilities, strict=True):
         if not isinstance(place, tuple) or len(place) not in (2, 3):
             raise ConfigError(f"states() has the key {place!r}. Use (row, column) or (panel, row, column).")
-        panel, row, column = place if len(place) == 3 else ("", *place)
-        cells.append({"panel": str(panel), "row": str(row), "column": str(column), "choices": choices})
+        panel = str(place[0]) if len(place) == 3 else ""
+        cells.append({"panel": panel, "row": str(place[-2]), "column": str(place[-1]), "choices": choices})
     if not fits_a_page(cells):
         raise ConfigError("states() has too many rows and columns for a picture. Let states share them.")
     return cells
@@ -205,7 +205,7 @@ def _rendering_env(source: EnvSource) -> gymnasium.Env[Any, Any] | None:
         env = make_from_spec(source)
     else:
         # What a function sets up beside its spec would be missing in another one.
-        env = video_free(source)()
+        env = without_video(source)()
         if env.render_mode not in _RENDER_MODES:
             env.close()
             return None

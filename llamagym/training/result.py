@@ -1,4 +1,4 @@
-"""The result of a training: what it learned, in numbers, in five lines, and as a page in a notebook."""
+"""The result of a training run: what it learned, in numbers, in five lines, and as a page in a notebook."""
 
 from __future__ import annotations
 

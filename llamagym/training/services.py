@@ -85,7 +85,8 @@ class ServiceTracker:
 
     def log_scores(self, scores: Mapping[str, Score], step: int) -> None:
         """Logs the mean of each policy's evaluation."""
-        self._tracker.log({f"score/{name}": score.mean for name, score in scores.items()}, step=step)
+        means = {f"score/{name}": score.mean for name, score in scores.items()}
+        self._tracker.log({name: mean for name, mean in means.items() if _can_be_shown(mean)}, step=step)
 
     def position(self) -> int:
         """Returns the step of the latest metrics."""

@@ -45,7 +45,7 @@ class Tracker(Protocol):
 
     An error that it raises is logged, and training continues. With an attribute `stops_on_error = True` it ends the
     training instead, after a checkpoint. A method `log_scores(scores, step)`, if there is one, receives the scores of
-    the agent before and after the training, and of other policies, by name.
+    the agent before and after training, and of other policies, by name.
     """
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -488,7 +488,8 @@ def default_tracker(
 
     Raises:
         ConfigError: An argument has the wrong type, a tracker is unknown, its package is missing, or the folder is
-            invalid or holds something else than a run; then no file has been written.
+            invalid or holds something else than a run. Then no file has been written, except by a tracker that had
+            started; the folder stays that of a run.
     """
     check_arguments(default_tracker, locals())
     require_text(run_dir=run_dir)

@@ -876,7 +876,10 @@ def test_one_of_many_environments_records_videos_and_none_is_overwritten(tmp_pat
     assert names == {*trained, "rl-video-2-episode-0.mp4", "rl-video-2-episode-1.mp4"}
     assert all((folder / name).read_bytes() == content for name, content in trained.items())
     assert "attributes" not in caplog.text
-    # A function makes the same environment again, and evaluations of a training record nothing.
+    # Evaluations before and after training record nothing, whatever the environments are made from.
+    train(agent, env, turns=8, num_envs=1, eval_episodes=20)
+    # Episodes of two turns, and the one that has begun.
+    assert env.get_wrapper_attr("episode_id") <= 5
     caplog.clear()
     train(agent, lambda: env_of(tmp_path / "own"), turns=64, num_envs=4, eval_episodes=8)
     assert {path.name for path in (tmp_path / "own").iterdir()} == {"rl-video-episode-0.mp4", "rl-video-episode-1.mp4"}

@@ -449,3 +449,13 @@ def test_a_text_among_the_shown_statistics_does_not_end_the_training(capsys):
     result = learning(None, callbacks=Grade())
     assert result.updates[0]["success_rate"] == "high"
     assert "\n3\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_run_whose_score_is_not_finite_is_resumed_and_reported(tmp_path, value):
+    learning(tmp_path, callbacks=ScoreCallback(lambda agent: value))
+    score = ScoreCallback(lambda agent: 1.0)
+    result = learning(tmp_path, episodes=4, callbacks=score, resume=True)
+    assert repr(score.before.mean) == repr(value)
+    assert list(read_scores(tmp_path / "scores.json")) == ["after"]
+    assert result.report.is_file()

@@ -58,7 +58,7 @@ def saved_score(record: Any) -> Score | None:
         return None
     numbers = [record["mean"], record["standard_error"], record["episodes"], *(interval or ())]
     numbers += [] if record["success_rate"] is None else [record["success_rate"]]
-    if not all(isinstance(number, (int, float)) and math.isfinite(as_number(number)) for number in numbers):
+    if not all(isinstance(number, (int, float)) for number in numbers):
         return None
     values = {**record, "interval": None if interval is None else tuple(interval)}
     return Score(**values)
@@ -71,11 +71,16 @@ def write_scores(folder: Path, scores: Mapping[str, Score]) -> None:
 
 
 def read_scores(path: Path) -> dict[str, Score]:
-    """Returns the scores in a file; without those that are damaged."""
+    """Returns the scores in a file; without those that are damaged or not finite, which no page can show."""
     records = None
     with suppress(OSError, ValueError, RecursionError):
         records = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(records, dict):
         return {}
     scores = {name: saved_score(record) for name, record in records.items()}
-    return {name: score for name, score in scores.items() if score is not None}
+    return {name: score for name, score in scores.items() if score is not None and _is_finite(score)}
+
+
+def _is_finite(score: Score) -> bool:
+    numbers = [score.mean, score.standard_error, score.episodes, *(score.interval or ())]
+    return all(math.isfinite(as_number(number)) for number in numbers)
