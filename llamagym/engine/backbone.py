@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache
 
 from ..models.hardware import memory_bytes
 from ..models.lora import is_activated
-from ..models.peft_internals import acting_on_every_token
+from ..models.peft_internals import acting_on_every_token, layers_with_variants
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from .kv_cache import BufferCache, GatheringCache, KVBuffer, entries_of
 from .masks import Tokens, causal
@@ -60,6 +60,7 @@ class Backbone:
         self.transformer = verified_transformer(model)
         self.history_is_frozen = is_activated(model.pretrained_model)
         self.tokens_forwarded = 0
+        self._variants = layers_with_variants(self.transformer.top)
         max_bytes = int(_CACHE_SHARE * memory_bytes(self.transformer.device)) or _CACHE_BYTES
         self.prefix_cache = PrefixCache(self.history_is_frozen, RadixTree(max_bytes))
 
@@ -95,9 +96,8 @@ class Backbone:
             trunk_outputs = [context.decisions.hidden for context in contexts if context.decisions is not None]
             if trunk_outputs:
                 nodes = nodes._replace(inputs=pad_sequence(trunk_outputs, batch_first=True))
-        top = self.transformer.top
-        with acting_on_every_token(top) if adapted else nullcontext():
-            hidden = self.transformer.run(top, nodes, cache)
+        with acting_on_every_token(self._variants) if adapted else nullcontext():
+            hidden = self.transformer.run(self.transformer.top, nodes, cache)
         return hidden.flatten(0, 1).index_select(0, batch.places.to(hidden.device))
 
     def _prefill_with_gradients(self, batch: Batch) -> BufferCache:
@@ -171,7 +171,7 @@ class Backbone:
         transformer = self.transformer
         if not tokens.inputs.is_floating_point():
             tokens = tokens._replace(inputs=transformer.run(transformer.trunk, tokens, cache))
-        with acting_on_every_token(transformer.top):
+        with acting_on_every_token(self._variants):
             return transformer.run(transformer.top, tokens, cache), tokens.inputs
 
     def _run_trunk(self, contexts: dict[TokenTree, ContextActivations], with_decisions: bool) -> None:

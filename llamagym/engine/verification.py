@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..models.lora import is_activated
-from ..models.peft_internals import acting_on_every_token, adapter_state, lora_layers, tuner_layers, variant_types
+from ..models.peft_internals import (
+    acting_on_every_token,
+    adapter_state,
+    layers_with_variants,
+    lora_layers,
+    tuner_layers,
+    variant_types,
+)
 from ..models.torch_internals import CONTAINERS, HOOKS, forward_hooks_of
 from ..models.transformers_internals import attention_function, attention_name, has_attention
 from ..models.value_head import AutoModelForCausalLMWithValueHead
@@ -206,7 +213,7 @@ def _compare_logits(transformer: Transformer) -> Tensor:
 @torch.no_grad()
 def _run_sequence(transformer: Transformer, layers: nn.Module) -> _Sequence:
     cache = DynamicCache()
-    with acting_on_every_token(transformer.body), transformer.ready(is_accelerated=False):
+    with acting_on_every_token(layers_with_variants(transformer.body)), transformer.ready(is_accelerated=False):
         hidden = transformer.run(layers, _probe(), cache)
     return _Sequence(layers, cache, hidden[0])
 
@@ -250,7 +257,7 @@ def _branches_match(
     visible_columns = is_cached[:, None].expand(-1, 5, -1)
     visible = torch.cat([visible_columns, visible_nodes.expand(len(lengths), -1, -1)], dim=2)
     key_positions = torch.cat([torch.arange(columns).expand(len(lengths), -1), positions], dim=1)
-    with torch.set_grad_enabled(with_gradients), acting_on_every_token(transformer.body):
+    with torch.set_grad_enabled(with_gradients), acting_on_every_token(layers_with_variants(transformer.body)):
         cache = buffer.cache(slice(None), columns)
         tokens = Tokens(ids, positions, visible, key_positions)
         received = transformer.run(sequence.layers, tokens, cache)[:, chain]

@@ -8,7 +8,7 @@ Shapes: I input features, O output features, r rank of LoRA.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -100,22 +100,32 @@ def double_ranks_(model: nn.Module) -> None:
         layer.r.update({name: 2 * layer.r[name] for name in layer.active_adapters if name in layer.r})
 
 
+def layers_with_variants(model: nn.Module) -> list[Any]:
+    """All layers whose LoRA is of another kind than the plain one, such as an activated LoRA."""
+    return [module for module in model.modules() if getattr(module, "lora_variant", None)]
+
+
 @contextmanager
-def acting_on_every_token(model: nn.Module) -> Iterator[None]:
+def acting_on_every_token(layers: Sequence[Any]) -> Iterator[None]:
     """While open, an activated LoRA acts on every token, as a plain one does; otherwise it acts on none.
 
     PEFT finds the reply by its invocation tokens in `input_ids`; here the caller passes the reply's tokens alone.
+
+    Args:
+        layers: The layers from `layers_with_variants`. To find them takes longer than to switch them, so that callers
+            which decode token by token keep them.
     """
-    layers: list[Any] = [module for module in model.modules() if getattr(module, "lora_variant", None)]
     original = [layer.lora_variant for layer in layers]
     for layer, variants in zip(layers, original, strict=True):
         # Other variants, such as DoRA, always act on every token.
-        layer.lora_variant = {name: variant for name, variant in variants.items() if not _may_be_activated(variant)}
+        others = {name: variant for name, variant in variants.items() if not _may_be_activated(variant)}
+        # Not through the layer's `__setattr__`, which checks whether this is a parameter or a module.
+        vars(layer)["lora_variant"] = others
     try:
         yield
     finally:
         for layer, variants in zip(layers, original, strict=True):
-            layer.lora_variant = variants
+            vars(layer)["lora_variant"] = variants
 
 
 def require_activation(model: nn.Module) -> None:
@@ -262,7 +272,7 @@ def _activation_is_switched() -> bool:
     layer = _small_adapter(alora_invocation_tokens=[1], task_type="CAUSAL_LM")
     inputs = torch.ones(1, 2, 3, device="cpu")
     inactive = layer(inputs)
-    with acting_on_every_token(layer):
+    with acting_on_every_token([layer]):
         active = layer(inputs)
     for name, weight in layer.named_parameters():
         if is_lora_weight(name):

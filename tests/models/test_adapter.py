@@ -20,7 +20,7 @@ from llamagym.models.lora import (
     latest_inputs,
     within_group_components,
 )
-from llamagym.models.peft_internals import acting_on_every_token
+from llamagym.models.peft_internals import acting_on_every_token, layers_with_variants
 from tests.helpers.agents import ChoiceAgent, actor_of, make_agent
 from tests.helpers.tiny import FAMILIES, tiny_base_model, tiny_model
 
@@ -173,7 +173,11 @@ def test_the_trained_half_is_frozen_and_the_fresh_half_learns(activated: bool, t
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(tiny_base_model("llama"), tmp_path)
     ids = torch.tensor([[1, 2, 3]])
-    with torch.no_grad(), acting_on_every_token(model), acting_on_every_token(loaded):
+    with (
+        torch.no_grad(),
+        acting_on_every_token(layers_with_variants(model)),
+        acting_on_every_token(layers_with_variants(loaded)),
+    ):
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
@@ -203,7 +207,7 @@ def test_an_activated_adapter_acts_only_inside_its_context() -> None:
     ids = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         inert = lm(ids).logits
-        with acting_on_every_token(lm):
+        with acting_on_every_token(layers_with_variants(lm)):
             acting = lm(ids).logits
         again = lm(ids).logits
     assert not torch.allclose(inert, acting, atol=1e-3)

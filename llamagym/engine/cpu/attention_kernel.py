@@ -74,7 +74,7 @@ def expand_rows(rows: int, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Expands (1, *sizes) or (B, *sizes) to a contiguous (B, *sizes)."""
     if tensor.shape[1:] != sizes:
         raise ValueError(f"attention was given a tensor of shape {tuple(tensor.shape)}; expected {(rows, *sizes)}")
-    if len(tensor) != rows:
+    if tensor.shape[0] != rows:
         tensor = tensor.expand(rows, *sizes)
     return tensor.contiguous()
 

@@ -5,7 +5,7 @@ products; in training they take a third of the time. Most families' layers are L
 then a gated feed-forward block, each behind an RMS norm and with a residual connection. Here such a layer is its matrix
 products, joined where they share inputs, with one compiled kernel between each two of them.
 
-Shapes: B rows, T tokens, N query heads, D head size, H width, I inputs and O outputs of a projection, r rank.
+Shapes: B rows, T tokens, N query heads, D head size, H width, O outputs of a projection.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ...models.transformers_internals import (
 from .attention_backward import attend_with_gradients
 from .attention_kernel import attend
 from .compiling import has_kernels
+from .low_rank import add_low_rank
 from .packing import PackedWeights
 from .rowwise import gated, normalize
 
@@ -198,7 +199,7 @@ class FusedLayer:
         products = self._packed.multiply(tuple(map(base_of, modules)), inputs)
         outputs: list[Tensor] = []
         for product, low_rank in zip(products, low_ranks, strict=True):
-            outputs.append(add_low_rank(product, inputs, low_rank))
+            outputs.append(add_low_rank(product, inputs, low_rank) if low_rank else product)
         return tuple(outputs)
 
 
@@ -227,41 +228,3 @@ def _can_fuse(layer: Any) -> bool:
         and not any("forward" in vars(module) for module in layer.modules())
         and all(type(base_of(module)) is nn.Linear for modules in projections for module in modules)
     )
-
-
-def add_low_rank(product: Tensor, inputs: Tensor, low_rank: LowRank) -> Tensor:
-    """A layer's output (..., O) for inputs (..., I), with LoRA's update added.
-
-    PEFT scales, adds and rounds in separate operations, for each of which autograd saves tensors; together they take
-    longer than the two small products. Here all of it is one autograd function, in the adapter's dtype as in PEFT, and
-    in float64 if the model is in bfloat16 (see `models.hardware.sum_dtype`).
-    """
-    for down, up, scale in low_rank:
-        product = _LowRank.apply(product, inputs, down, up, scale)
-    return product
-
-
-class _LowRank(torch.autograd.Function):
-    """product + scale inputs A^T B^T, rounded once, with A (r, I) and B (O, r)."""
-
-    @staticmethod
-    def forward(ctx: Any, product: Tensor, inputs: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-        rows = inputs.flatten(0, -2)
-        dtype = torch.promote_types(up.dtype, sum_dtype(product))
-        low = rows.to(dtype) @ down.T.to(dtype)
-        output = torch.addmm(product.flatten(0, -2).to(dtype), low, up.T.to(dtype), alpha=scale)
-        ctx.save_for_backward(rows, low.to(down.dtype), down, up)
-        ctx.scale = scale
-        return output.to(product.dtype).view_as(product)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, None]:
-        rows, low, down, up = ctx.saved_tensors
-        grad_rows = grad_output.flatten(0, -2).to(up.dtype)
-        grad_low = (grad_rows @ up).mul_(ctx.scale)
-        grad_up = (grad_rows.T @ low).mul_(ctx.scale)
-        grad_down = grad_low.T @ rows.to(down.dtype)
-        grad_inputs = None
-        if ctx.needs_input_grad[1]:
-            grad_inputs = (grad_low @ down).to(rows.dtype).view(*grad_output.shape[:-1], down.shape[1])
-        return grad_output, grad_inputs, grad_down, grad_up, None

@@ -90,7 +90,7 @@ class PackedWeights:
 
     def multiply(self, layers: tuple[nn.Linear, ...], inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs (..., O) of several layers for the same inputs (..., I), from one matrix product."""
-        packed = self._packed_weight(layers) if len(inputs) else None
+        packed = self._packed_weight(layers) if inputs.shape[0] else None
         if packed is None:
             return tuple(nn.functional.linear(inputs, layer.weight, layer.bias) for layer in layers)
         if torch.is_grad_enabled() and inputs.requires_grad:
@@ -100,7 +100,7 @@ class PackedWeights:
             product = packed.multiply(inputs)
         outputs = [product]
         if len(layers) > 1:
-            outputs = list(product.split([layer.out_features for layer in layers], -1))
+            outputs = list(torch.split_with_sizes(product, [layer.out_features for layer in layers], -1))
         for index, layer in enumerate(layers):
             if layer.bias is not None:
                 outputs[index] = outputs[index] + layer.bias

@@ -23,12 +23,18 @@ from .numba_internals import carray, pointer
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sum of states (..., H) and `addend`, the residual, and the sum's RMS norm with a frozen weight."""
-    total, normalized = _RmsNorm.apply(states, addend, weight, epsilon)
+    if torch.is_grad_enabled():
+        total, normalized = _RmsNorm.apply(states, addend, weight, epsilon)
+    else:
+        # Without autograd, the call costs as much as the kernel.
+        total, normalized = _sum_and_norm(states, addend, weight, epsilon)
     return states if addend is None else total, normalized
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up, both (B, T, I) with one stride between tokens."""
+    if not torch.is_grad_enabled():
+        return _gated(gate, up)
     result: Tensor = _Gated.apply(gate, up)
     return result
 
@@ -40,14 +46,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, addend: Tensor | None, weight: Tensor, epsilon: float
     ) -> tuple[Tensor | None, Tensor]:
-        states = states.contiguous()
-        total = states
-        if addend is not None:
-            addend = addend.contiguous()
-            total = torch.empty_like(states)
-        normalized = torch.empty_like(states)
-        like = empty_array_like(states, weight) if addend is None else empty_array_like(states, weight, addend)
-        _run(_normalize, like, (states, addend, weight, total, normalized), states, epsilon=epsilon)
+        total, normalized = _sum_and_norm(states, addend, weight, epsilon)
         ctx.save_for_backward(total, weight)
         ctx.epsilon = epsilon
         return (None if addend is None else total), normalized
@@ -70,10 +69,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        output = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        _run(_gate, empty_array_like(gate, up), (gate, up, output), gate, (gate.stride(1), up.stride(1)))
         ctx.save_for_backward(gate, up)
-        return output
+        return _gated(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,6 +83,25 @@ class _Gated(torch.autograd.Function):
         strides = gate.stride(1), up.stride(1)
         _run(_gate_backward, empty_array_like(gate, up, grad_output), tensors, gate, strides)
         return grad_gate, grad_up
+
+
+def _sum_and_norm(states: Tensor, addend: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Sum of states and addend, which is the contiguous states without one, and the sum's norm."""
+    states = states.contiguous()
+    total = states
+    if addend is not None:
+        addend = addend.contiguous()
+        total = torch.empty_like(states)
+    normalized = torch.empty_like(states)
+    like = empty_array_like(states, weight) if addend is None else empty_array_like(states, weight, addend)
+    _run(_normalize, like, (states, addend, weight, total, normalized), states, epsilon=epsilon)
+    return total, normalized
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    output = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    _run(_gate, empty_array_like(gate, up), (gate, up, output), gate, (gate.stride(1), up.stride(1)))
+    return output
 
 
 def _run(

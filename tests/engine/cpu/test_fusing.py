@@ -12,7 +12,7 @@ from llamagym.engine.cpu import fused_layer, rowwise
 from llamagym.engine.kv_cache import KVBuffer, entries_of
 from llamagym.engine.masks import Tokens, causal
 from llamagym.engine.verification import verified_transformer
-from llamagym.models.peft_internals import acting_on_every_token
+from llamagym.models.peft_internals import acting_on_every_token, layers_with_variants
 from tests.helpers.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.helpers.rounding import in_float64, rounding_noise
 from tests.helpers.tiny import FAMILIES, tiny_model
@@ -60,7 +60,7 @@ def states_of(transformer, is_shared, dtype=None):
     positions = torch.arange(4, 7).expand(2, -1)
     visible = causal(4, 3).expand(2, -1, -1).clone()
     visible[1, :, 1] = False
-    with acting_on_every_token(transformer.body):
+    with acting_on_every_token(layers_with_variants(transformer.body)):
         ids, keys = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.arange(7).expand(2, -1)
         hidden = transformer.run(transformer.body, Tokens(ids, positions, visible, keys), cache)
     return hidden, entries_of(cache, slice(-3, None))

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.variants import ALoraLinearVariant
 from torch import nn
 
-from llamagym.engine.cpu.fused_layer import add_low_rank
+from llamagym.engine.cpu.low_rank import add_low_rank
 from llamagym.models.peft_internals import low_rank_of
 from tests.helpers.rounding import assert_within_rounding
 
@@ -54,6 +54,21 @@ def test_lora_outputs_and_gradients_equal_peft_s(shape, bias, dtype):
         assert ours.dtype == theirs.dtype
         for result in (ours, theirs):
             assert_within_rounding(result.detach(), wanted.detach(), dtype, TERMS[dtype])
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize("dtype", TERMS)
+@pytest.mark.parametrize("rows", [1, 3, 31, 32])
+def test_lora_without_gradients_equals_lora_with_them(rows, dtype):
+    model, layer = adapted_model(dtype)
+    inputs = torch.randn(1, rows, 24, dtype=dtype)
+    # A part of a joined product, whose rows are further apart than their width.
+    product = torch.cat([layer.base_layer(inputs), inputs], dim=-1)[..., :40]
+    with torch.no_grad():
+        received = add_low_rank(product, inputs, low_rank_of(layer))
+    exact = copy.deepcopy(model).double()(inputs.double())
+    assert received.dtype == dtype
+    assert_within_rounding(received, exact, dtype, TERMS[dtype])
 
 
 def test_lora_gets_gradients_when_inputs_need_none():
