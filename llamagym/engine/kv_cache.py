@@ -146,7 +146,7 @@ class _BufferLayer(InitializedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends entries (B, heads, T, head size), and returns all."""
         # A model may disable gradients for some layers in the middle of a pass that has them.
-        if torch.is_grad_enabled() or self.keys.requires_grad:
+        if torch.is_grad_enabled() or self._views.entries.requires_grad:
             updated: tuple[Tensor, Tensor] = super().update(key_states, value_states)
             return updated
         start = self.get_seq_length()

@@ -22,7 +22,7 @@ from transformers import Cache
 
 from ..errors import LlamaGymError, ModelLoadError
 from ..models.adapters import check_adapter
-from ..models.hardware import check_one_device, is_out_of_memory, pass_tokens
+from ..models.hardware import check_one_device, is_out_of_memory, min_rows, pass_tokens, weights_cost
 from ..models.peft_internals import require_activation
 from ..models.torch_internals import CONTAINERS, shallow_copy
 from ..models.transformers_internals import CACHE_LAYER, cache_argument
@@ -114,6 +114,11 @@ class Transformer:
         return pass_tokens(self.device, self._num_weights)
 
     @property
+    def weights_cost(self) -> int:
+        """Number of tokens that are computed in the time that a pass takes to read all weights."""
+        return weights_cost(self.device)
+
+    @property
     def token_bytes(self) -> int:
         """Size of a token's keys and values in all layers."""
         layers, heads, _, head_size = self.no_entries.shape
@@ -182,8 +187,11 @@ class Transformer:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits (M, V) of hidden states (M, H), in the model's dtype or in float32."""
+        count = len(hidden)
+        if 0 < count < min_rows(hidden):
+            hidden = hidden.expand(min_rows(hidden), -1)
         with self.ready():
-            return self._scaled(self.head(hidden))
+            return self._scaled(self.head(hidden))[:count]
 
     def logits_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Logits, float32 (M, K), of the target tokens (M, K) only."""

@@ -40,6 +40,8 @@ class GenerationConfig(Options):
         temperature: Divisor of logits (of choices: scores), in sampling and in training.
         top_p: Nucleus sampling in inference; off while learning, since a truncated distribution biases the ratio.
         top_k: Top-k sampling in inference; also off while learning. 0 switches it off.
+        max_draft_tokens: Maximum number of tokens of free text that are guessed and verified in one pass. This changes
+            the speed, not the distribution (see `policy.drafts`). 0 switches it off.
     """
 
     max_new_tokens: int = 32
@@ -47,6 +49,7 @@ class GenerationConfig(Options):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    max_draft_tokens: int = 16
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
@@ -61,6 +64,8 @@ class GenerationConfig(Options):
             raise ConfigError(f"top_p={self.top_p} is outside (0, 1]. 1.0 switches it off.")
         if self.top_k < 0:
             raise ConfigError(f"top_k={self.top_k} is negative. 0 switches it off.")
+        if self.max_draft_tokens < 0:
+            raise ConfigError(f"max_draft_tokens={self.max_draft_tokens} is negative. 0 switches it off.")
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any] | Options) -> GenerationConfig:

@@ -35,6 +35,7 @@ from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..text.episode import Reply, Segment
 from .calibration import Calibration, Row
 from .choices import offer_logprobs
+from .drafts import Drafter
 from .evaluation import (
     Evaluation,
     Reading,
@@ -249,6 +250,7 @@ class Policy:
         self._notice_changes()
         workspace = self.workspaces[-1]
         workspace.choices.clear()
+        workspace.drafter = Drafter()
         self.backbone.prefix_cache.clear()
         if packed:
             self.backbone.transformer.drop_packed_weights()
@@ -368,10 +370,11 @@ class Policy:
         # `_score_choices` has noticed changes of the weights.
         version = self._version
         room = _DECODE_BYTES // self.backbone.transformer.token_bytes
+        drafter = self.workspaces[-1].drafter
         for rows in chunks(text_trees, lengths, room, equal_once=False):
             chunk = [text_trees[row] for row in rows]
             with self.backbone.transformer.ready():
-                features, texts = write_text(self.backbone, chunk, config, self.eos_ids, self.rng)
+                features, texts = write_text(self.backbone, chunk, config, self.eos_ids, self.rng, drafter)
             values = self.model.v_head(features).squeeze(-1).tolist()
             for row, value, text in zip(rows, values, texts, strict=True):
                 replies[text_rows[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)

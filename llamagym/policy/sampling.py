@@ -19,6 +19,7 @@ from ..engine.token_tree import TokenTree
 from ..errors import DivergedError
 from ..models.registry import GenerationConfig
 from ..text.episode import FinishReason
+from .drafts import Draft, DraftContext, Drafter, paying_length
 
 
 @contextmanager
@@ -59,9 +60,13 @@ class Text:
 
 def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
     """Samples indices in proportion to weights (V,) or (B, V); int64 () or (B,) on the CPU."""
-    cumulative = weights.to(rng.device).cumsum(-1)
+    return index_at(weights.to(rng.device), torch.rand((*weights.shape[:-1], 1), generator=rng))
+
+
+def index_at(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Samples indices in proportion to weights (..., V), from numbers that are uniform in [0, 1), (..., 1)."""
+    cumulative = weights.cumsum(-1)
     total = cumulative[..., -1:]
-    uniform = torch.rand(total.shape, generator=rng)
     # Below the total even after rounding, so that no index with weight 0 is drawn.
     point = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
@@ -84,7 +89,7 @@ def draw_choices(offers: Sequence[Tensor], greedy: bool, rng: torch.Generator) -
     return (logprobs.argmax(-1) if greedy else draw(logprobs.exp(), rng)).tolist()
 
 
-def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
+def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
     """Samples tokens from softmax(logits): first a group of tokens, then one of its tokens.
 
     Only the groups' sums and one group per token are read.
@@ -94,15 +99,15 @@ def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, rng
         largest: Largest logit of each row, from `sums_in_groups`.
         sums: Sums of exponentials of each row's groups, from `sums_in_groups`.
         rows: Row of each token to sample, int64 (N,).
-        rng: Random numbers.
+        uniforms: Two numbers for each token, uniform in [0, 1), on the CPU, (N, 2).
 
     Returns:
         Token ids, int64 (N,), on the CPU.
     """
     groups = logits.unflatten(-1, (sums.shape[1], -1))
-    chosen = draw(sums[rows], rng)
+    chosen = index_at(sums[rows].cpu(), uniforms[:, :1])
     weights = (groups[rows, chosen.to(rows.device)].float() - largest[rows, None]).exp()
-    return groups.shape[-1] * chosen + draw(weights, rng)
+    return groups.shape[-1] * chosen + index_at(weights.cpu(), uniforms[:, 1:])
 
 
 @torch.no_grad()
@@ -112,10 +117,12 @@ def write_text(
     config: GenerationConfig,
     eos_ids: AbstractSet[int],
     rng: torch.Generator,
+    drafter: Drafter,
 ) -> tuple[Tensor, list[Text]]:
     """Samples a reply to each context.
 
-    Log-probabilities are under softmax(logits / temperature), before top-k and top-p.
+    Log-probabilities are under softmax(logits / temperature), before top-k and top-p. Each token of each reply has its
+    own random numbers, so neither drafts nor the replies to other contexts change it.
 
     Args:
         backbone: The model.
@@ -123,49 +130,141 @@ def write_text(
         config: Options of sampling.
         eos_ids: All ids that end a reply.
         rng: Random numbers.
+        drafter: Guesses of next tokens; remembers the replies.
 
     Returns:
         The hidden state of each context's last token, float (B, H), and the texts.
     """
-    decoder = Decoder(backbone, trees, config.max_new_tokens)
-    ids: list[tuple[int, ...]] = [()] * len(trees)
-    logprobs: list[tuple[float, ...]] = [()] * len(trees)
-    reasons: list[FinishReason] = ["length"] * len(trees)
-    active = list(range(len(trees)))
+    transformer = backbone.transformer
+    # In more rows, a draft rarely pays.
+    may_draft = len(trees) <= transformer.weights_cost
+    max_draft_tokens = config.max_draft_tokens if may_draft else 0
+    decoder = Decoder(backbone, trees, config.max_new_tokens, max_draft_tokens)
+    uniforms = torch.rand(len(trees), config.max_new_tokens, 2, generator=rng)
+    texts = [_GrowingText(tree, numbers) for tree, numbers in zip(trees, uniforms, strict=True)]
+    contexts: dict[TokenTree, DraftContext] = {}
+    if max_draft_tokens:
+        for tree in trees:
+            contexts[tree] = DraftContext(tree.prefix + tree.history + tree.decisions[0].ids)
     first: Tensor | None = None
-    for _ in range(config.max_new_tokens):
+    active = texts
+    while active:
         # Equal partial replies are computed once.
-        row_of: dict[PartialReply, int] = {}
-        rows = torch.tensor([row_of.setdefault((trees[i], ids[i]), len(row_of)) for i in active])
-        states = decoder.hidden_states(list(row_of))
-        rows = rows.to(states.device)
+        drafts: dict[PartialReply, Draft] = {}
+        for tree, ids in dict.fromkeys(text.reply for text in active):
+            room = min(max_draft_tokens, config.max_new_tokens - len(ids) - 1)
+            drafts[tree, ids] = drafter.draft(contexts[tree], ids, room) if room else Draft((), ())
+        lengths = paying_length(list(drafts.values()), transformer.weights_cost)
+        draft_ids = {reply: draft.ids[:lengths] for reply, draft in drafts.items()}
+        states = decoder.hidden_states(draft_ids)
+        # The rows of hidden states that belong to each reply: one for its next token, and one for each of its draft's.
+        rows: dict[PartialReply, range] = {}
+        for reply, own in zip(drafts, states, strict=True):
+            start = rows[next(reversed(rows))].stop if rows else 0
+            rows[reply] = range(start, start + len(own))
+        hidden = torch.cat(states)
         if first is None:
-            first = states[rows]
-        logits = backbone.transformer.logits(states)
-        if config.temperature != 1.0:
-            logits = logits.float() / config.temperature
-        largest, sums = sums_in_groups(logits)
-        total = largest + sums.sum(-1).log()
-        require_finite(total)
-        if not config.do_sample:
-            tokens = logits.argmax(-1)[rows]
-        elif config.top_k or config.top_p < 1.0:
-            filtered = _filtered(logits.float(), config)
-            tokens = draw_tokens(filtered, *sums_in_groups(filtered), rows, rng)
-        else:
-            tokens = draw_tokens(logits, largest, sums, rows, rng)
-        token_logprobs = logits[rows, tokens.to(rows.device)].float() - total[rows]
-        for i, token, logprob in zip(active, tokens.tolist(), token_logprobs.tolist(), strict=True):
-            ids[i] = (*ids[i], token)
-            logprobs[i] = (*logprobs[i], logprob)
+            first = hidden[[rows[text.reply].start for text in texts]]
+        tokens, logprobs = _draw_positions(
+            transformer.logits(hidden), [(text, rows[text.reply]) for text in active], config
+        )
+        start = 0
+        for text in active:
+            end = start + len(rows[text.reply])
+            text.extend(tokens[start:end], logprobs[start:end], draft_ids[text.reply], eos_ids)
+            start = end
+        decoder.finish(text.reply for text in active if text.finish_reason is not None)
+        active = [text for text in active if text.finish_reason is None]
+    if max_draft_tokens:
+        for text in texts:
+            drafter.add(contexts[text.tree], text.ids)
+    assert first is not None, "a batch has contexts"
+    return first, [Text(text.ids, text.logprobs, text.finish_reason or "length") for text in texts]
+
+
+class _GrowingText:
+    """A text that is being sampled.
+
+    Attributes:
+        tree: Its context.
+        uniforms: Two random numbers for each of its tokens, (max_new_tokens, 2).
+        ids: The tokens so far.
+        logprobs: Their log-probabilities.
+        finish_reason: Why it ended; None as long as it continues.
+    """
+
+    __slots__ = ("finish_reason", "ids", "logprobs", "tree", "uniforms")
+
+    def __init__(self, tree: TokenTree, uniforms: Tensor) -> None:
+        self.tree = tree
+        self.uniforms = uniforms
+        self.ids: tuple[int, ...] = ()
+        self.logprobs: tuple[float, ...] = ()
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def reply(self) -> PartialReply:
+        """The context and the tokens so far."""
+        return self.tree, self.ids
+
+    def extend(
+        self, tokens: Sequence[int], logprobs: Sequence[float], draft: Sequence[int], eos_ids: AbstractSet[int]
+    ) -> None:
+        """Appends sampled tokens up to the first that differs from the draft.
+
+        Args:
+            tokens: Sampled tokens: the first follows the text so far, each other one a further token of the draft.
+            logprobs: Their log-probabilities.
+            draft: The guesses of these tokens but for the last.
+            eos_ids: All ids that end a text.
+        """
+        count = 0
+        while self.finish_reason is None:
+            token = tokens[count]
+            count += 1
             if token in eos_ids:
-                reasons[i] = "eos"
-        active = [i for i in active if reasons[i] != "eos"]
-        if not active:
-            break
-    decoder.close()
-    assert first is not None, "max_new_tokens is positive"
-    return first, [Text(*text) for text in zip(ids, logprobs, reasons, strict=True)]
+                self.finish_reason = "eos"
+            elif len(self.ids) + count == len(self.uniforms):
+                self.finish_reason = "length"
+            if count == len(tokens) or token != draft[count - 1]:
+                break
+        self.ids += tuple(tokens[:count])
+        self.logprobs += tuple(logprobs[:count])
+
+
+def _draw_positions(
+    logits: Tensor, texts: Sequence[tuple[_GrowingText, range]], config: GenerationConfig
+) -> tuple[list[int], list[float]]:
+    """Samples a token at each position of each text.
+
+    Args:
+        logits: Logits (M, V).
+        texts: Texts with their rows of logits, in the order of positions from the next token on.
+        config: Options of sampling.
+
+    Returns:
+        Tokens and their log-probabilities, one text after the other.
+
+    Raises:
+        DivergedError: Logits are not finite.
+    """
+    if config.temperature != 1.0:
+        logits = logits.float() / config.temperature
+    largest, sums = sums_in_groups(logits)
+    total = largest + sums.sum(-1).log()
+    require_finite(total)
+    rows = torch.tensor([row for _, own in texts for row in own], device=logits.device)
+    if not config.do_sample:
+        tokens = logits.argmax(-1)[rows].cpu()
+    else:
+        uniforms = torch.cat([text.uniforms[len(text.ids) : len(text.ids) + len(own)] for text, own in texts])
+        if config.top_k or config.top_p < 1.0:
+            filtered = _filtered(logits.float(), config)
+            tokens = draw_tokens(filtered, *sums_in_groups(filtered), rows, uniforms)
+        else:
+            tokens = draw_tokens(logits, largest, sums, rows, uniforms)
+    logprobs = logits[rows, tokens.to(rows.device)].float() - total[rows]
+    return tokens.tolist(), logprobs.tolist()
 
 
 def _filtered(logits: Tensor, config: GenerationConfig) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ..engine.prefix_cache import PrefixCache
 from ..engine.token_tree import TokenTree
 from .calibration import Calibration
+from .drafts import Drafter
 
 # Log-probabilities (C,) of the choices, and the value.
 ScoredChoices = tuple[Tensor, float]
@@ -79,6 +80,7 @@ class Workspace:
         choices: Cached distributions over choices.
         prefix_cache: Cached activations of tokens.
         recalibrations: How often the calibration has changed.
+        drafter: Guesses of replies' next tokens, from earlier replies.
     """
 
     calibration: Calibration | None
@@ -86,8 +88,9 @@ class Workspace:
     choices: ChoiceCache
     prefix_cache: PrefixCache
     recalibrations: int = 0
+    drafter: Drafter = field(default_factory=Drafter)
 
     def copy(self) -> Workspace:
-        """An independent copy."""
+        """An independent copy, which starts without drafts."""
         calibration = self.calibration and self.calibration.separate_copy()
         return Workspace(calibration, dict(self.offered), self.choices.copy(), self.prefix_cache.copy())

@@ -110,7 +110,7 @@ BUGS = (
     ),
     Bug(
         "the gradient of LoRA's B lacks the scale in fused layers",
-        "llamagym/engine/cpu/fused_layer.py",
+        "llamagym/engine/cpu/low_rank.py",
         "grad_up = (grad_rows.T @ low).mul_(ctx.scale)",
         "grad_up = grad_rows.T @ low",
         ("low_rank",),

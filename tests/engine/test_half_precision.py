@@ -44,3 +44,16 @@ def test_the_embedded_model_too():
     first, second = updates(agent, 2, 2)
     assert first["ratio_error"] < 0.02
     assert second["ratio_error"] < 0.02
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("max_draft_tokens", [0, 16])
+def test_a_single_environment_s_ratios_are_1(max_draft_tokens):
+    """One row of bfloat16 is multiplied in another order than several, which learning has."""
+    model, tokenizer, device = load_model_and_tokenizer("smollm2-135m", device="cpu", dtype="bfloat16")
+    generate = {"max_new_tokens": 8, "max_draft_tokens": max_draft_tokens}
+    agent = WordAgent(model, tokenizer, device, generate, {"batch_size": 8}, context="episode", seed=0)
+    for number in range(8):
+        agent.act(f"{number}")
+        agent.assign_reward(float(number % 2))
+    assert agent.terminate_episode()["ratio_error"] < 1e-3

@@ -56,7 +56,7 @@ def test_a_step_forwards_the_new_tokens_at_turn_25_as_at_turn_2(family, activate
 @pytest.mark.equivalence
 @pytest.mark.pairwise(activated=[True, False], family=FAMILIES)
 def test_free_text_forwards_each_token_of_a_conversation_once(family, activated):
-    agent = make_agent(WordAgent, family, activated, generate={"max_new_tokens": 6})
+    agent = make_agent(WordAgent, family, activated, generate={"max_new_tokens": 6, "max_draft_tokens": 0})
     agent.policy.backbone.transformer.max_length = 10_000
     forwarded = step(agent)
     turn = actor_of(agent).conversation(0).turns[-1]
@@ -70,7 +70,7 @@ def test_free_text_forwards_each_token_of_a_conversation_once(family, activated)
 
 def test_reply_runs_again_without_a_trunk():
     """If the adapter acts from the first layer on, no activations of a reply are valid for histories."""
-    agent = make_agent(WordAgent, generate={"max_new_tokens": 6})
+    agent = make_agent(WordAgent, generate={"max_new_tokens": 6, "max_draft_tokens": 0})
     backbone = agent.policy.backbone
     backbone.transformer.unsplit()
     for _ in range(3):
