@@ -33,7 +33,7 @@ PartialReply = tuple[TokenTree, Ids]
 """A context, and the tokens generated so far."""
 
 # Room for columns that stay unused, in drafts. When it is full, rows are moved together.
-_UNUSED_DRAFTS = 4
+_UNUSED_DRAFTS = 2
 # Columns for padding of passes with few tokens, which later passes overwrite.
 _PADDING = 1
 
@@ -53,6 +53,11 @@ class _LastRun:
     def end(self, nodes: int) -> int:
         """The column after the first `nodes` tokens from the generation prompt on, the last of which ran last."""
         return self.column + nodes - self.nodes
+
+
+def spare_columns(max_draft_tokens: int) -> int:
+    """Columns that decoding reserves for a row beside its context and reply."""
+    return _UNUSED_DRAFTS * max_draft_tokens + _PADDING
 
 
 class Decoder:
@@ -76,7 +81,7 @@ class Decoder:
         # The first column of generation prompts.
         self._start = max(tree.context_length for tree in trees)
         self._prompt_length = prompt_lengths.pop()
-        columns = self._start + self._prompt_length + max_new_tokens + _UNUSED_DRAFTS * max_draft_tokens + _PADDING
+        columns = self._start + self._prompt_length + max_new_tokens + spare_columns(max_draft_tokens)
         prefix = torch.cat(backbone.prefix(trees[0].prefix))
         is_shared = backbone.transformer.shares(prefix, len(trees))
         self._buffer = KVBuffer(prefix, len(trees), columns, is_shared)
@@ -115,7 +120,7 @@ class Decoder:
             nodes = self._prompt_length + len(ids)
             known = min(token_count(trunk), token_count(top))
             if known >= nodes:
-                states[reply] = torch.cat([piece.hidden for piece in top])[nodes - 1 : known]
+                states[reply] = _last_hidden(top, token_count(top) - nodes + 1)[: known - nodes + 1]
             elif ids and known == nodes - 1:
                 resumed[reply] = Activations.cat(trunk)[:known], Activations.cat(top)[:known]
             else:
@@ -339,6 +344,17 @@ class Decoder:
             last = len(new_ids[index])
             states[reply] = top_states[index, last - len(draft) - 1 : last]
         return states
+
+
+def _last_hidden(pieces: Sequence[Activations], count: int) -> Tensor:
+    """Hidden states of the last tokens, (count, H)."""
+    last: list[Tensor] = []
+    for piece in reversed(pieces):
+        last.insert(0, piece.hidden[-count:])
+        count -= len(piece)
+        if count <= 0:
+            break
+    return torch.cat(last)
 
 
 def _parent(reply: PartialReply) -> PartialReply:
