@@ -443,13 +443,14 @@ class Agent(TextInterface):
         """Saves the adapter for llama.cpp, whose `llama-server` then answers as this agent.
 
         The folder holds `adapter.gguf`, `base.gguf` if the base is the embedded model, and a README with the command.
-        An activated LoRA stays one. Of several processes, the first writes.
+        An activated LoRA is written as one. Of several processes, the first writes.
 
         Args:
             folder: Folder to write, whole or not at all: new, empty, or one that this method wrote.
 
         Raises:
-            ConfigError: There is no adapter, or one that GGUF cannot hold, or the path is invalid.
+            ConfigError: There is no adapter, or one that GGUF cannot hold; an activated LoRA's invocation tokens occur
+                in `response_prefix`; or the path is invalid.
             CheckpointError: The folder holds something else, or cannot be written; it is as it was.
         """
         if not distributed.is_main_process():

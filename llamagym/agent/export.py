@@ -34,7 +34,7 @@ from .actor import Actor
 from .text_interface import TextInterface
 
 KIND = "agent"
-GGUF_KIND = "GGUF agent"
+GGUF_KIND = "gguf-agent"
 STATE = "agent"
 _GGUF_ADAPTER = "adapter.gguf"
 _GGUF_BASE = "base.gguf"
@@ -115,24 +115,47 @@ def write_gguf(agent: TextInterface, actor: Actor, folder: Path) -> None:
     model = actor.policy.model
     write_gguf_adapter(model, folder / _GGUF_ADAPTER)
     pretrained: Any = model.pretrained_model
-    base = str(pretrained.active_peft_config.base_model_name_or_path)
+    config = pretrained.active_peft_config
+    prefix = actor.hooks.response_prefix
+    if prefix and is_activated(pretrained):
+        _reject_invocation(actor.tokenizer, prefix, config.alora_invocation_tokens)
+    base = str(config.base_model_name_or_path or "")
     entry = lookup(base)
     has_base = entry is not None and entry.name == EMBEDDED_NAME
     if has_base:
         shutil.copyfile(embedded_gguf(), folder / _GGUF_BASE)
-    text = _gguf_text(agent, actor, "" if has_base else base)
+    text = _gguf_text(agent, actor, None if has_base else base)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _gguf_text(agent: TextInterface, actor: Actor, missing_base: str) -> str:
+def _reject_invocation(tokenizer: Any, prefix: str, invocation_tokens: Sequence[int]) -> None:
+    """Rejects a prefix of replies in which an activated LoRA's invocation tokens occur.
+
+    llama.cpp would apply the adapter from there on, not from the generation prompt on.
+    """
+    ids = tokenizer(prefix, add_special_tokens=False)["input_ids"]
+    count = len(invocation_tokens)
+    for start in range(len(ids) - count + 1):
+        if ids[start : start + count] == list(invocation_tokens):
+            raise ConfigError(
+                f"response_prefix={prefix!r} contains the adapter's invocation tokens, "
+                f"{tokenizer.decode(invocation_tokens)!r}, so llama.cpp would apply the adapter to other tokens than "
+                "learning did. Train with a plain LoraConfig, or with another prefix."
+            )
+
+
+def _gguf_text(agent: TextInterface, actor: Actor, missing_base: str | None) -> str:
     """The README of a folder of GGUF files; `missing_base` is the base's name if the folder lacks it."""
     generation = actor.policy.generation
     lines = [f"# {_plain(type(agent).__name__)}", "", "An agent trained with llamagym, for llama.cpp:", ""]
     lines += ["```sh", f"llama-server -m {_GGUF_BASE} --lora {_GGUF_ADAPTER} --jinja", "```", ""]
-    if missing_base:
+    if missing_base is not None:
+        # A folder's name only: its path says more about this machine than about the model.
+        name = Path(missing_base).name if Path(missing_base).is_absolute() else missing_base
+        known = f", {_plain(name)}," if name else ""
         lines += [
-            f"`{_GGUF_BASE}` is not included. It is {_plain(missing_base)}: download it as GGUF, or convert it with",
-            "`convert_hf_to_gguf.py`, which is part of llama.cpp.",
+            f"`{_GGUF_BASE}` is not included. It is the model that was trained{known} as a GGUF file: the file that it",
+            "was loaded from, a download, or what llama.cpp's `convert_hf_to_gguf.py` makes of it.",
             "",
         ]
     system_prompt = agent.get_system_prompt()
@@ -140,14 +163,15 @@ def _gguf_text(agent: TextInterface, actor: Actor, missing_base: str) -> str:
         lines += ["The first message of every conversation:", ""]
         lines += ["```json", _message("system", system_prompt), "```", ""]
     tokens = f"Replies have at most {generation.max_new_tokens} tokens"
-    lines.append(f"{tokens}, sampled at temperature {generation.temperature}.")
+    sampling = f"sampled at temperature {generation.temperature}" if generation.do_sample else "the most likely ones"
+    lines.append(f"{tokens}, {sampling}.")
     prefix = actor.hooks.response_prefix
     if prefix:
-        lines += ["", f"Every reply begins with {_literal(prefix)}."]
+        lines += ["", "Every reply begins with:", "", "```json", _literal(prefix), "```"]
     if type(agent).get_action_choices is not TextInterface.get_action_choices:
         lines += [
             "",
-            "This agent offered choices while it learned. llama.cpp neither knows them nor their calibration,",
+            "This agent can offer choices. llama.cpp knows neither them nor their calibration,",
         ]
         lines += ["and writes free text: restrict it with a grammar, and expect other probabilities."]
     return "\n".join(lines) + "\n"

@@ -32,7 +32,7 @@ from .token_tree import TokenTree
 PartialReply = tuple[TokenTree, Ids]
 """A context, and the tokens generated so far."""
 
-# Room for columns that stay unused, in drafts. When it is full, rows are moved together.
+# Spare columns for tokens of drafts that were not accepted, in drafts. When they are full, rows are compacted.
 _UNUSED_DRAFTS = 2
 # Columns for padding of passes with few tokens, which later passes overwrite.
 _PADDING = 1
@@ -142,7 +142,7 @@ class Decoder:
         return [states[reply] for reply in replies]
 
     def finish(self, replies: Iterable[PartialReply]) -> None:
-        """Stores finished replies, up to their last but one token, in the prefix cache.
+        """Stores finished replies, without their last token, in the prefix cache.
 
         Args:
             replies: Replies of the previous call, continued like those of the next one.
@@ -198,7 +198,7 @@ class Decoder:
         return ordered
 
     def _make_room(self, rows: int, width: int) -> None:
-        """Moves the used columns of the first rows together, if there is no room for `width` more."""
+        """Compacts the used columns of the first rows, if there is no room for `width` more."""
         if self._end + width + _PADDING <= self._visible.shape[1]:
             return
         end = self._start

@@ -1,7 +1,7 @@
 """Writes a LoRA as a GGUF file, which llama.cpp applies to the GGUF file of its base.
 
-An activated LoRA stays one: the file names its invocation tokens, and llama.cpp applies it from their last occurrence
-on. So both engines leave what comes before a reply to the base.
+An activated LoRA is written as one: the file names its invocation tokens, and llama.cpp applies it from their last
+occurrence on. So in both engines, what comes before a reply does not depend on the adapter.
 
 Shapes: r rank, I inputs and O outputs of a layer, D head size.
 """
@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from .peft_internals import acting_on_every_token, layers_with_variants, lora_layers, low_rank_of
 from .value_head import AutoModelForCausalLMWithValueHead
 
-# What GGUF calls the architecture of a `model_type`.
+# GGUF architecture by `model_type`.
 _ARCHITECTURES = {
     "llama": "LLAMA",
     "smollm3": "SMOLLM3",
@@ -54,6 +54,7 @@ def write_gguf_adapter(model: AutoModelForCausalLMWithValueHead, path: Path) -> 
     pretrained: Any = model.pretrained_model
     lm: Any = pretrained.get_base_model()
     config = lm.config.get_text_config()
+    _reject_other_weights(pretrained)
     architecture = _ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise ConfigError(
@@ -64,6 +65,17 @@ def write_gguf_adapter(model: AutoModelForCausalLMWithValueHead, path: Path) -> 
     tensors = _tensors(lm, config, architecture)
     invocation_tokens = getattr(pretrained.active_peft_config, "alora_invocation_tokens", None)
     _write(path, architecture, tensors, invocation_tokens)
+
+
+def _reject_other_weights(pretrained: Any) -> None:
+    """Rejects a model with trained weights beside LoRA's, which a file of an adapter would lack."""
+    config = pretrained.active_peft_config
+    for option in ("modules_to_save", "trainable_token_indices"):
+        if getattr(config, option, None):
+            raise ConfigError(
+                f"{option}={getattr(config, option)} was trained beside the LoRA, and a GGUF adapter cannot hold it. "
+                "Write the whole model by save_pretrained, and convert it with llama.cpp's convert_hf_to_gguf.py."
+            )
 
 
 def _tensors(lm: Any, config: Any, architecture: str) -> dict[str, Tensor]:
@@ -80,8 +92,14 @@ def _tensors(lm: Any, config: Any, architecture: str) -> dict[str, Tensor]:
             gguf_name = names.get_name(name)
             if low_rank is None or gguf_name is None:
                 raise ConfigError(
-                    f"the adapter of {name!r} cannot be written as GGUF: that holds a LoRA on linear layers, without "
-                    "bias, DoRA or a second adapter. Keep the adapter in PEFT's format, by save_pretrained."
+                    f"the adapter of {name!r} cannot be written as GGUF, which holds only a LoRA on linear layers: one "
+                    "active adapter, not merged, without bias or DoRA, in evaluation mode. Keep the adapter in PEFT's "
+                    "format, by save_pretrained."
+                )
+            if gguf_name == "output" and config.tie_word_embeddings:
+                raise ConfigError(
+                    f"the adapter of {name!r} cannot be written as GGUF: this model's output layer is its "
+                    "embedding, and llama.cpp would adapt neither. Leave it out of target_modules."
                 )
             for down, up, scale in low_rank:
                 up = scale * up.detach().float().cpu()
@@ -111,7 +129,7 @@ def _write(path: Path, architecture: str, tensors: dict[str, Tensor], invocation
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    # 0 adds no scale; B holds it.
+    # Alpha 0: llama.cpp applies no further scale, since B holds it.
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
     if invocation_tokens is not None:
         # The key of llama.cpp, which older versions of the package lack.

@@ -21,7 +21,7 @@ PASS_TOKENS = 1024
 # Weights times tokens whose computation hides the 10 ms that an accelerator needs to launch a pass.
 _MIN_WORK_PER_PASS = 10**12
 # Number of tokens that are computed in the time that a pass takes to read all weights: 12 to 16 for SmolLM2-135M on two
-# cores with AVX-512, in both dtypes. On an accelerator, starting the operations takes as long as many more.
+# cores with AVX-512, in both dtypes. On an accelerator, launching the operations costs as much as computing some 128.
 _WEIGHTS_COST = 16
 _WEIGHTS_COST_OF_ACCELERATORS = 128
 PACKED_SHARE = 1 / 16
@@ -81,7 +81,7 @@ def weights_cost(device: torch.device) -> int:
 
 
 def min_rows(states: Tensor) -> int:
-    """The fewest rows of such states whose products are rounded like those of many rows, as learning has them.
+    """The minimum number of rows of such states whose products are rounded as in training batches.
 
     oneDNN multiplies a single row of bfloat16 in another order than two or more.
     """

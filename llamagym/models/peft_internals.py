@@ -112,8 +112,7 @@ def acting_on_every_token(layers: Sequence[Any]) -> Iterator[None]:
     PEFT finds the reply by its invocation tokens in `input_ids`; here the caller passes the reply's tokens alone.
 
     Args:
-        layers: The layers from `layers_with_variants`. To find them takes longer than to switch them, so that callers
-            which decode token by token keep them.
+        layers: The layers from `layers_with_variants`. Finding them is slow, so callers that decode keep the list.
     """
     original = [layer.lora_variant for layer in layers]
     for layer, variants in zip(layers, original, strict=True):

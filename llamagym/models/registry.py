@@ -51,6 +51,11 @@ class GenerationConfig(Options):
     top_k: int = 0
     max_draft_tokens: int = 16
 
+    @property
+    def draft_limit(self) -> int:
+        """Maximum number of tokens of a draft: a reply's last token is sampled in any case."""
+        return min(self.max_draft_tokens, self.max_new_tokens - 1)
+
     def __post_init__(self) -> None:
         """Checks types and ranges."""
         super().__post_init__()

@@ -7,7 +7,7 @@ the reply's own context (prompt lookup, Saxena 2023, https://github.com/apoorvum
 
 Drafts do not change what is sampled. Each token is drawn from the policy, and a draft only decides for how many
 positions one pass computes it: sampling stops at the first token that differs from the draft. That is rejection
-sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192) with a draft that is certain of its tokens. With the
+sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192) with a deterministic draft. With the
 same random numbers the replies are the same, but for rounding: a pass over several tokens sums in another order.
 """
 
@@ -20,7 +20,7 @@ from typing import Literal
 
 Ids = tuple[int, ...]
 
-# Lengths of the token sequences after which earlier replies are looked up, and that after which the context is.
+# Match lengths for earlier replies, and for the context.
 _REPLY_LENGTHS = (8, 4, 2)
 _CONTEXT_LENGTH = 2
 # The source of guesses from the context; the others are lengths.
@@ -31,11 +31,11 @@ _Place = Literal["start", "hit", "miss"]
 _CONTEXT_TOKENS = 512
 # Remembered sequences of each length; the least recently seen are forgotten first.
 _MAX_SEQUENCES = 2**16
-# A hit rate is a mean over about so many of the last guesses, and starts as if there had been four, two of them right.
+# Running mean over about this many guesses, with a prior of four guesses, two right.
 _RATE_WINDOW = 64
 _FIRST_RATE = 0.5
 _FIRST_GUESSES = 4
-# A less likely continuation of a draft is not looked up.
+# Drafting stops below this probability.
 _MIN_PROBABILITY = 0.01
 
 
@@ -96,7 +96,7 @@ class Drafter:
         known = (context.tail + reply)[-_REPLY_LENGTHS[0] - 1 :]
         place: _Place = "start"
         if reply:
-            before = self._best_guess(context, known[:-1], "hit")
+            before = self._best_guess(context, known[:-1], "hit" if len(reply) > 1 else "start")
             place = "hit" if before is not None and before[1] == known[-1] else "miss"
         ids: list[int] = []
         probabilities: list[float] = []
@@ -111,7 +111,7 @@ class Drafter:
                 break
             ids.append(token)
             probabilities.append(probability)
-            known = (*known[1:], token)
+            known = (*known, token)[-_REPLY_LENGTHS[0] :]
             place = "hit"
         return Draft(tuple(ids), tuple(probabilities))
 
@@ -153,8 +153,8 @@ class Drafter:
         return guesses
 
 
-def paying_length(drafts: Sequence[Draft], weights_cost: int) -> int:
-    """The number of tokens, for the drafts of one pass, up to which verifying them pays.
+def best_draft_length(drafts: Sequence[Draft], weights_cost: int) -> int:
+    """The length up to which verifying the drafts of one pass pays.
 
     A pass takes the time of reading all weights, M, and of computing its tokens, one for each of B rows and one for
     each row and column of drafts, padding included. So a token takes (M + B) / B without drafts, and a column takes B,
@@ -164,7 +164,7 @@ def paying_length(drafts: Sequence[Draft], weights_cost: int) -> int:
         drafts: Drafts of one or more rows.
         weights_cost: M, in tokens that are computed in the same time.
 
-    >>> paying_length([Draft((5, 6, 7), (0.9, 0.8, 0.01))], 20)
+    >>> best_draft_length([Draft((5, 6, 7), (0.9, 0.8, 0.01))], 20)
     2
     """
     rows = len(drafts)

@@ -371,7 +371,7 @@ class Policy:
         # `_score_choices` has noticed changes of the weights.
         version = self._version
         room = _DECODE_BYTES // self.backbone.transformer.token_bytes
-        lengths = [length + spare_columns(config.max_draft_tokens) for length in lengths]
+        lengths = [length + spare_columns(config.draft_limit) for length in lengths]
         drafter = self.workspaces[-1].drafter
         for rows in chunks(text_trees, lengths, room, equal_once=False):
             chunk = [text_trees[row] for row in rows]

@@ -19,7 +19,7 @@ from ..engine.token_tree import TokenTree
 from ..errors import DivergedError
 from ..models.registry import GenerationConfig
 from ..text.episode import FinishReason
-from .drafts import Draft, DraftContext, Drafter, paying_length
+from .drafts import Draft, DraftContext, Drafter, best_draft_length
 
 
 @contextmanager
@@ -138,9 +138,11 @@ def write_text(
     transformer = backbone.transformer
     # In more rows, a draft rarely pays.
     may_draft = len(trees) <= transformer.weights_cost
-    max_draft_tokens = config.max_draft_tokens if may_draft else 0
+    max_draft_tokens = config.draft_limit if may_draft else 0
     decoder = Decoder(backbone, trees, config.max_new_tokens, max_draft_tokens)
-    uniforms = torch.rand(len(trees), config.max_new_tokens, 2, generator=rng)
+    uniforms = torch.empty(len(trees), config.max_new_tokens, 2)
+    if config.do_sample:
+        uniforms = torch.rand(uniforms.shape, generator=rng)
     texts = [_GrowingText(tree, numbers) for tree, numbers in zip(trees, uniforms, strict=True)]
     contexts: dict[TokenTree, DraftContext] = {}
     if max_draft_tokens:
@@ -154,8 +156,8 @@ def write_text(
         for tree, ids in dict.fromkeys(text.reply for text in active):
             room = min(max_draft_tokens, config.max_new_tokens - len(ids) - 1)
             drafts[tree, ids] = drafter.draft(contexts[tree], ids, room) if room else Draft((), ())
-        lengths = paying_length(list(drafts.values()), transformer.weights_cost)
-        draft_ids = {reply: draft.ids[:lengths] for reply, draft in drafts.items()}
+        max_length = best_draft_length(list(drafts.values()), transformer.weights_cost)
+        draft_ids = {reply: draft.ids[:max_length] for reply, draft in drafts.items()}
         states = decoder.hidden_states(draft_ids)
         # The rows of hidden states that belong to each reply: one for its next token, and one for each of its draft's.
         rows: dict[PartialReply, range] = {}

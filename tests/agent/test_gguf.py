@@ -51,7 +51,7 @@ def test_weights_of_base_and_adapter_are_in_one_order(tmp_path):
             down = array_of(adapter[f"blk.{number}.{part}.weight.lora_a"])
             up = array_of(adapter[f"blk.{number}.{part}.weight.lora_b"])
             assert up @ down == pytest.approx(delta[rows], abs=1e-5)
-        assert (rows == np.arange(len(rows))).all() == (part == "ffn_down")
+            assert (rows == np.arange(len(rows))).all() == (part == "ffn_down")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,6 +62,8 @@ def test_every_family_s_adapter_is_written(family, activated, tmp_path):
     reader = gguf.GGUFReader(tmp_path / "adapter.gguf")
     adapted = [name for name, _ in model.named_parameters() if "lora_A" in name]
     assert len(reader.tensors) == 2 * len(adapted)
+    architectures = {"smollm": "llama", "phi": "phi2"}
+    assert reader.fields["general.architecture"].contents() == architectures.get(family, family)
     assert reader.fields["general.type"].contents() == "adapter"
     assert reader.fields["adapter.type"].contents() == "lora"
     tokens = reader.fields.get("adapter.alora.invocation_tokens")
@@ -70,13 +72,16 @@ def test_every_family_s_adapter_is_written(family, activated, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [WordAgent, ChoiceAgent])
-def test_the_readme_says_how_to_serve_it(kind, tmp_path):
-    agent = make_agent(kind, response_prefix="Action: ")
+def test_the_readme_shows_how_to_serve_it(kind, tmp_path):
+    agent = make_agent(kind, response_prefix="![Action](x): ", generate={"do_sample": False})
     agent.save_gguf(tmp_path / "agent")
     text = (tmp_path / "agent" / "README.md").read_text()
     assert "llama-server -m base.gguf --lora adapter.gguf" in text
     assert "Say something." in text
-    assert "Action: " in text
+    # As code, not as markup.
+    assert '```json\n"![Action](x): "\n```' in text
+    assert "the most likely ones" in text
+    assert "None" not in text
     assert ("grammar" in text) == (kind is ChoiceAgent)
     # A tiny random model is not the embedded one.
     assert "not included" in text
@@ -84,7 +89,7 @@ def test_the_readme_says_how_to_serve_it(kind, tmp_path):
     agent.save_gguf(tmp_path / "agent")
 
 
-def test_what_gguf_cannot_hold_is_rejected(tmp_path):
+def test_rejects_adapters_that_gguf_cannot_hold(tmp_path):
     path = tmp_path / "adapter.gguf"
     with pytest.raises(ConfigError, match="no adapter"):
         write_gguf_adapter(AutoModelForCausalLMWithValueHead(tiny_base_model("llama")), path)
@@ -94,8 +99,25 @@ def test_what_gguf_cannot_hold_is_rejected(tmp_path):
         model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("phi"), lora)
         with pytest.raises(ConfigError, match=r"q_proj.* cannot be written"):
             write_gguf_adapter(model, path)
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+    with pytest.raises(ConfigError, match="modules_to_save"):
+        write_gguf_adapter(AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama"), lora), path)
+    lora = LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_base_model("llama"), lora)
+    model.pretrained_model.get_base_model().config.tie_word_embeddings = True
+    with pytest.raises(ConfigError, match="embedding"):
+        write_gguf_adapter(model, path)
     model = tiny_model("llama")
     model.pretrained_model.get_base_model().config.model_type = "gpt2"
     with pytest.raises(ConfigError, match="gpt2"):
         write_gguf_adapter(model, path)
     assert not path.exists()
+
+
+def test_rejects_a_prefix_with_invocation_tokens(tmp_path):
+    agent = make_agent(WordAgent)
+    tokens = agent.model.pretrained_model.active_peft_config.alora_invocation_tokens
+    invocation = agent.tokenizer.decode(tokens)
+    with pytest.raises(ConfigError, match="response_prefix"):
+        make_agent(WordAgent, response_prefix=f"a{invocation}b").save_gguf(tmp_path / "agent")
+    make_agent(WordAgent, response_prefix=f"a{invocation}b", activated=False).save_gguf(tmp_path / "agent")

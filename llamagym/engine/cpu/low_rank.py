@@ -22,7 +22,7 @@ from ...models.peft_internals import LowRank
 from .compiling import as_element, compiled, empty_array_like, has_kernels, new_sums, summand
 from .numba_internals import carray, pointer
 
-# From so many rows on, BLAS is faster than the kernel.
+# From this many rows on, BLAS is faster than the kernel.
 _MANY_ROWS = 32
 
 
@@ -92,16 +92,16 @@ def _add_few_rows(product: Tensor, inputs: Tensor, down: Tensor, up: Tensor, sca
 
 
 @compiled
-def _add_low_rank(like, factors, results, sizes, scale, chunks):  # type: ignore[no-untyped-def]
+def _add_low_rank(like, factors, products, sizes, scale, chunks):  # type: ignore[no-untyped-def]
     for chunk in prange(chunks):
         rows, width, rank, outputs, stride = sizes
         inputs = carray(pointer(factors[0]), (rows, width), like.dtype)
         down = carray(pointer(factors[1]), (rank, width), np.float32)
         up = carray(pointer(factors[2]), (outputs, rank), np.float32)
-        output = carray(pointer(results[1]), (rows, outputs), like.dtype)
+        output = carray(pointer(products[1]), (rows, outputs), like.dtype)
         wide_inputs, low = new_sums(like, width), new_sums(like, rank)
         for row in range(chunk * rows // chunks, (chunk + 1) * rows // chunks):
-            product = carray(pointer(results[0] + like.itemsize * row * stride), (outputs,), like.dtype)
+            product = carray(pointer(products[0] + like.itemsize * row * stride), (outputs,), like.dtype)
             for i in range(width):
                 wide_inputs[i] = summand(inputs[row, i])
             for k in range(rank):

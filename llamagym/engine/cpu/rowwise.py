@@ -26,7 +26,7 @@ def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | N
     if torch.is_grad_enabled():
         total, normalized = _RmsNorm.apply(states, addend, weight, epsilon)
     else:
-        # Without autograd, the call costs as much as the kernel.
+        # `Function.apply` costs as much as the kernel.
         total, normalized = _sum_and_norm(states, addend, weight, epsilon)
     return states if addend is None else total, normalized
 
@@ -86,7 +86,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _sum_and_norm(states: Tensor, addend: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Sum of states and addend, which is the contiguous states without one, and the sum's norm."""
+    """Sum of states and addend, if there is one, and the sum's norm; both contiguous."""
     states = states.contiguous()
     total = states
     if addend is not None:
