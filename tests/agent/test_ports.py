@@ -25,6 +25,7 @@ from llamagym.models.loading import embedded_model_folder
 from llamagym.text.chat_template import ChatTemplate
 from tests.helpers import ROOT
 from tests.helpers.agents import ChoiceAgent, WordAgent, actor_of, make_agent
+from tests.helpers.rounding import LOGPROB_TOLERANCE
 from tests.helpers.tiny import tiny_base_model, tiny_model, tiny_tokenizer
 
 PAGE = (ROOT / "docs" / "from-llamagym.md").read_text(encoding="utf-8")
@@ -125,8 +126,8 @@ def test_trained_weights_of_a_port_are_loaded(folder, logged, tmp_path):
     ids, known = torch.tensor([[1, 2, 3]]), len(tiny_tokenizer("llama"))
     with torch.no_grad():
         here, there = agent.policy.model(ids), loaded(ids)
-    assert torch.allclose(here[0][..., :known], there[0][..., :known], atol=1e-5)
-    assert torch.allclose(here[2], there[2], atol=1e-5)
+    assert torch.allclose(here[0][..., :known], there[0][..., :known], atol=LOGPROB_TOLERANCE)
+    assert torch.allclose(here[2], there[2], atol=LOGPROB_TOLERANCE)
     assert there[2].abs().max() > 0
 
 

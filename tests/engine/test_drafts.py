@@ -160,8 +160,10 @@ def test_accepted_tokens_have_the_policy_s_frequencies(monkeypatch):
 @pytest.mark.parametrize("kernels", ["0", "1"])
 @pytest.mark.parametrize("max_bytes", [60_000, 10**9])
 def test_memory_that_was_never_written_is_not_read(kernels, max_bytes, monkeypatch, passes):
-    """PyTorch's deterministic mode fills new memory with NaN. With a small cache, some replies begin again beside others that
-    have unused columns."""
+    """PyTorch's deterministic mode fills new memory with NaN.
+
+    With a small cache, some replies begin again beside others that have unused columns.
+    """
     monkeypatch.setenv("LLAMAGYM_CPU_KERNELS", kernels)
     expected = replies_of(speaker(0, context="turn"), calls=4)
     plain_passes = len(passes)

@@ -118,15 +118,15 @@ CASES: dict[str, Callable[[torch.device], Numbers]] = {
 }
 
 
-def drawn_there(weights: Any, rng: torch.Generator) -> Any:
-    """Drawing that forgets to bring the weights to where the random numbers are."""
-    return torch.searchsorted(weights.cumsum(-1), torch.rand(weights.shape[:-1], generator=rng)[..., None])
+def drawn_there(logits: Any, largest: Any, sums: Any, rows: Any, uniforms: Any) -> Any:
+    """Drawing of tokens that forgets to bring the weights to where the random numbers are."""
+    return sampling.index_at(sums[rows], uniforms[:, :1])
 
 
 FAULTS = {
     "tokens": patch.object(Transformer, "device", CPU),
     "targets": patch.object(ReadPlan, "to", lambda plan, device: plan),
-    "random numbers": patch.object(sampling, "draw", drawn_there),
+    "random numbers": patch.object(sampling, "draw_tokens", drawn_there),
 }
 
 
