@@ -86,7 +86,7 @@ class Questions(gym.Env[str, str]):
 
 @dataclass
 class Counts:
-    """What replies took, in one round.
+    """Cost of the replies of one round.
 
     Attributes:
         seconds: Time of acting.
