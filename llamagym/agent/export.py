@@ -171,9 +171,9 @@ def _gguf_text(agent: TextInterface, actor: Actor, missing_base: str | None) -> 
     if type(agent).get_action_choices is not TextInterface.get_action_choices:
         lines += [
             "",
-            "This agent can offer choices. llama.cpp knows neither them nor their calibration,",
+            "This agent can offer choices. llama.cpp knows neither them nor their calibration, and writes free text:",
+            "restrict it with a grammar, and expect other probabilities.",
         ]
-        lines += ["and writes free text: restrict it with a grammar, and expect other probabilities."]
     return "\n".join(lines) + "\n"
 
 

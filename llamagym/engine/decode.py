@@ -43,16 +43,16 @@ class _LastRun:
     """The tokens that ran last in a row, in consecutive columns.
 
     Attributes:
-        nodes: Number of the row's tokens before them, from the generation prompt on.
+        tokens_before: Number of the row's tokens before them, from the generation prompt on.
         column: Column of the first one.
     """
 
-    nodes: int
+    tokens_before: int
     column: int
 
-    def end(self, nodes: int) -> int:
-        """The column after the first `nodes` tokens from the generation prompt on, the last of which ran last."""
-        return self.column + nodes - self.nodes
+    def end(self, token_count: int) -> int:
+        """The column after the row's first tokens from the generation prompt on, the last of which ran last."""
+        return self.column + token_count - self.tokens_before
 
 
 def spare_columns(max_draft_tokens: int) -> int:
@@ -322,7 +322,7 @@ class Decoder:
         for index, ((tree, _), own_ids) in enumerate(zip(replies, new_ids, strict=True)):
             row = first_row + index
             inputs[index, : len(own_ids)] = own_ids
-            first_position = tree.context_length + self._last_runs[row].nodes
+            first_position = tree.context_length + self._last_runs[row].tokens_before
             self._positions[row, column:end] = np.arange(first_position, first_position + width)
             self._visible[row, column : column + len(own_ids)] = True
         key_positions = torch.from_numpy(self._positions[rows, :end])

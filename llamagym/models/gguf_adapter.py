@@ -3,7 +3,7 @@
 An activated LoRA is written as one: the file names its invocation tokens, and llama.cpp applies it from their last
 occurrence on. So in both engines, what comes before a reply does not depend on the adapter.
 
-Shapes: r rank, I inputs and O outputs of a layer, D head size.
+Shapes: r rank, I inputs and O outputs of a layer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _reject_other_weights(pretrained: Any) -> None:
         if getattr(config, option, None):
             raise ConfigError(
                 f"{option}={getattr(config, option)} was trained beside the LoRA, and a GGUF adapter cannot hold it. "
-                "Write the whole model by save_pretrained, and convert it with llama.cpp's convert_hf_to_gguf.py."
+                "Train without it, or keep the adapter in PEFT's format, by save_pretrained."
             )
 
 

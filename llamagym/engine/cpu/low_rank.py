@@ -69,9 +69,11 @@ class _LowRank(torch.autograd.Function):
 
 
 def _is_for_kernel(product: Tensor, down: Tensor, up: Tensor) -> bool:
+    # Users may assign weights of any dtype and strides; the kernel reads plain float32 arrays.
     is_float32 = down.dtype == up.dtype == torch.float32
+    is_contiguous = down.is_contiguous() and up.is_contiguous()
     few_rows = product.numel() < _MANY_ROWS * product.shape[-1]
-    return few_rows and is_float32 and not torch.is_grad_enabled() and has_kernels(product)
+    return few_rows and is_float32 and is_contiguous and not torch.is_grad_enabled() and has_kernels(product)
 
 
 def _add_few_rows(product: Tensor, inputs: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -99,7 +101,8 @@ def _add_low_rank(like, factors, products, sizes, scale, chunks):  # type: ignor
         down = carray(pointer(factors[1]), (rank, width), np.float32)
         up = carray(pointer(factors[2]), (outputs, rank), np.float32)
         output = carray(pointer(products[1]), (rows, outputs), like.dtype)
-        wide_inputs, low = new_sums(like, width), new_sums(like, rank)
+        wide_inputs = new_sums(like, width)
+        low = new_sums(like, rank)
         for row in range(chunk * rows // chunks, (chunk + 1) * rows // chunks):
             product = carray(pointer(products[0] + like.itemsize * row * stride), (outputs,), like.dtype)
             for i in range(width):

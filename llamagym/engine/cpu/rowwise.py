@@ -23,6 +23,7 @@ from .numba_internals import carray, pointer
 
 def normalize(states: Tensor, weight: Tensor, epsilon: float, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sum of states (..., H) and `addend`, the residual, and the sum's RMS norm with a frozen weight."""
+    weight = weight.contiguous()
     if torch.is_grad_enabled():
         total, normalized = _RmsNorm.apply(states, addend, weight, epsilon)
     else:

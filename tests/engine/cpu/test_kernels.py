@@ -348,3 +348,12 @@ def test_machine_code_of_other_sources_is_not_run(tmp_path):
     copied.write_text(source.replace(result, result + "np.float32(2) * "))
     after = float(run(capture_output=True).stdout)
     assert (before, after) == pytest.approx((1 / (1 + math.exp(-1)), 1 / (1 + 2 * math.exp(-1))))
+
+
+def test_a_norm_s_weight_of_any_stride_is_read_right():
+    states = torch.randn(3, 8)
+    weight = torch.randn(16)[::2]
+    expected = rowwise.normalize(states, weight.clone(), 1e-5)[1]
+    with torch.no_grad():
+        assert rowwise.normalize(states, weight, 1e-5)[1].equal(expected)
+    assert rowwise.normalize(states, weight, 1e-5)[1].equal(expected)

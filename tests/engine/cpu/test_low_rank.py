@@ -76,6 +76,18 @@ def test_few_rows_without_gradients_equal_peft_s(rows, dtype, monkeypatch):
     assert_within_rounding(received, exact, dtype, TERMS[dtype])
 
 
+def test_weights_of_any_strides_are_read_right():
+    model, layer = adapted_model()
+    inputs = torch.randn(1, 2, 24)
+    with torch.no_grad():
+        expected = model(inputs)
+        for matrices in (layer.lora_A, layer.lora_B):
+            weight = matrices["default"].weight
+            weight.data = weight.data.T.contiguous().T
+        received = add_low_rank(layer.base_layer(inputs), inputs, low_rank_of(layer))
+    assert received == pytest.approx(expected, abs=1e-5)
+
+
 def test_lora_gets_gradients_when_inputs_need_none():
     model, layer = adapted_model()
     inputs = torch.randn(3, 24)
