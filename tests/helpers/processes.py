@@ -60,7 +60,8 @@ def _run(
 ) -> None:
     import torch
 
-    torch.set_num_threads(1)
+    # As in this process: threads split sums, which rounds differently.
+    torch.set_num_threads(int(os.environ.get("LLAMAGYM_TEST_THREADS", "1")))
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
