@@ -23,6 +23,7 @@ from .errors import (
     LlamaGymError,
     ModelLoadError,
     RankError,
+    SamplerError,
 )
 from .learners.config import LearnerConfig
 from .learners.grpo import GRPOConfig, ReinforceConfig
@@ -31,6 +32,9 @@ from .learners.replay import ReplayConfig
 from .models.loading import load_model_and_tokenizer
 from .models.registry import GenerationConfig
 from .models.value_head import AutoModelForCausalLMWithValueHead
+from .policy.sampler import Sampler
+from .policy.sampling import SampledText
+from .samplers import LlamaCppSampler, VLLMSampler
 from .text.demonstrations import demonstrations_path
 from .text.episode import Prompt, Reply, Turn
 from .text.parsing import find_json, parse_choice
@@ -74,6 +78,7 @@ __all__ = [
     "GRPOConfig",
     "GenerationConfig",
     "LearnerConfig",
+    "LlamaCppSampler",
     "LlamaGymError",
     "ModelLoadError",
     "PPOConfig",
@@ -87,12 +92,16 @@ __all__ = [
     "Reply",
     "Report",
     "Run",
+    "SampledText",
+    "Sampler",
+    "SamplerError",
     "Score",
     "ScoreCallback",
     "StopOnReturn",
     "Tracker",
     "TrainingResult",
     "Turn",
+    "VLLMSampler",
     "default_tracker",
     "demonstrations_path",
     "evaluate",

@@ -9,6 +9,7 @@
     ├── CheckpointError (RuntimeError)  saved state is damaged, of another model or version, or cannot be written
     ├── EnvironmentTimeoutError (TimeoutError)  a step of the environment took too long
     ├── EnvironmentLostError (RuntimeError)  the process of an environment has ended
+    ├── SamplerError (RuntimeError)     a server that samples replies failed
     ├── RankError (RuntimeError)        one of several processes that learn together was lost
     ├── EpisodeError (RuntimeError)     the loop called act, reward or terminate out of order
     └── ContextLengthError (ValueError) the conversation no longer fits the model's context
@@ -67,6 +68,10 @@ class EnvironmentLostError(LlamaGymError, RuntimeError):
 
 class RankError(LlamaGymError, RuntimeError):
     """One of several processes that learn together has ended, does not answer, or has different weights."""
+
+
+class SamplerError(LlamaGymError, RuntimeError):
+    """A server that samples replies cannot be reached, does not answer, or answers with an error."""
 
 
 class EpisodeError(LlamaGymError, RuntimeError):

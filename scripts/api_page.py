@@ -32,6 +32,15 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "find_json": "lg.find_json('I bid {\"price\": 3}')",
         "demonstrations_path": 'path = lg.demonstrations_path("format_blackjack")',
     },
+    "Samplers": {
+        "VLLMSampler": 'sampler = lg.VLLMSampler("http://127.0.0.1:8000")',
+        "LlamaCppSampler": (
+            'BlackjackAgent(*lg.load_model_and_tokenizer("smollm2-135m")).save_gguf("served"); '
+            'lg.LlamaCppSampler("http://127.0.0.1:8080", "served")'
+        ),
+        "Sampler": "sampler: lg.Sampler | None = agent.policy.sampler",
+        "SampledText": 'text = lg.SampledText(ids=(7, 2), logprobs=(-0.5, -0.1), finish_reason="eos")',
+    },
     "Learning algorithms": {
         "PPOConfig": "BlackjackAgent(model, tokenizer, learner=lg.PPOConfig(learning_rate=3e-4))",
         "GRPOConfig": "BlackjackAgent(model, tokenizer, learner=lg.GRPOConfig(group_size=4))",

@@ -34,7 +34,8 @@ class Actor:
         tokenizer: The model's tokenizer.
         chat_template: Renders prompts.
         conversations: The current conversation of each environment that has one.
-        context: "episode" if prompts hold the whole conversation, "turn" if only the current observation.
+        context: What prompts show before the current observation: the whole "episode", nothing ("turn"), or this many
+            turns.
         is_learning: Whether turns are recorded for learning.
         is_greedy: Whether the most likely choice or token is taken.
         acting_s: Seconds spent acting for learning since the last update.
@@ -65,8 +66,13 @@ class Actor:
         Raises:
             ConfigError: An option is out of range.
         """
-        if context not in ("episode", "turn"):
-            raise ConfigError(f"context={context!r}. {did_you_mean(str(context), ['episode', 'turn'])}")
+        if isinstance(context, int):
+            if context < 1:
+                raise ConfigError(f"context={context}, but the number of earlier turns to show must be at least 1.")
+        elif context not in ("episode", "turn"):
+            raise ConfigError(
+                f"context={context!r}. {did_you_mean(context, ['episode', 'turn'])} A number shows that many turns."
+            )
         check_text(response_prefix, "response_prefix")
         if not -math.inf < invalid_action_penalty <= 0:
             raise ConfigError(

@@ -24,11 +24,12 @@ from ..learners.ppo import PPOConfig
 from ..learners.replay import ReplayConfig
 from ..models.hub import upload
 from ..models.loading import MissingBaseError, move_, resolve_device
-from ..models.lora import seed_lora_, set_lora_depth_
+from ..models.lora import make_lora_plain_, seed_lora_, set_lora_depth_
 from ..models.registry import GenerationConfig
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_json, as_seed, check_arguments, explains_wrong_calls, user_path
 from ..policy.policy import NOT_PICKLED, Policy
+from ..policy.sampler import Sampler
 from ..policy.saved import restore_choices
 from ..saving.atomic import atomic_folder
 from ..saving.state_files import as_checkpoint_error
@@ -102,6 +103,7 @@ class Agent(TextInterface):
         sft_warm_start: bool = False,
         replay_config_dict: Mapping[str, Any] | ReplayConfig | None = None,
         seed: int | None = None,
+        sampler: Sampler | None = None,
         **old_options: Any,
     ) -> None:
         """Creates an agent from a model.
@@ -115,7 +117,7 @@ class Agent(TextInterface):
             learner: The learning algorithm and its options: a `PPOConfig`, `GRPOConfig` or `ReinforceConfig`. None is
                 PPO.
             context: "episode" shows the model the whole conversation, as far as it fits (the oldest turns are dropped
-                first); "turn" shows only the current observation.
+                first); "turn" only the current observation; a number that many earlier turns as well.
             response_prefix: Fixed text that every reply begins with.
             invalid_action_penalty: Added to the reward of a turn whose reply names no action; 0 or negative.
             calibrate_choices: Whether choices are scored relative to the model's prior for them (see `policy`).
@@ -124,6 +126,7 @@ class Agent(TextInterface):
             replay_config_dict: A `ReplayConfig` or its options: after each update, learn from the best recent episodes
                 as well. None: no replay.
             seed: Seed of sampling, of the order of minibatches, of a fresh LoRA and of the episodes that `train` plays.
+            sampler: A `VLLMSampler` or `LlamaCppSampler`, which writes free text; None for the built-in engine.
             **old_options: Arguments of earlier versions, each accepted with a logged message: `algorithm`,
                 `grpo_config_dict` and `reinforce_config_dict` (now `learner`), `use_target_kl` (now its `target_kl`).
 
@@ -145,11 +148,13 @@ class Agent(TextInterface):
         replay = None if replay_config_dict is None else ReplayConfig.from_dict(replay_config_dict)
         check_vocabulary(model.pretrained_model, tokenizer)
         end = end_ids(model.pretrained_model, tokenizer)
-        template = ChatTemplate(tokenizer, append_only=context == "episode")
+        template = ChatTemplate(tokenizer, append_only=context != "turn")
         if device is not None:
             move_(model, resolve_device(device))
         set_lora_depth_(model, sees_one_turn=context == "turn")
-        policy = Policy(model, end, template.closing_id(end), generation, calibrate_choices, aim_lora, seed)
+        if sampler is not None and not sampler.activates_lora:
+            make_lora_plain_(model.pretrained_model, for_whom=type(sampler).__name__)
+        policy = Policy(model, end, template.closing_id(end), generation, calibrate_choices, aim_lora, seed, sampler)
         if seed is not None and not policy.is_initialized_from_data:
             seed_lora_(model.pretrained_model, seed)
         actor = Actor(self, policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
@@ -442,7 +447,8 @@ class Agent(TextInterface):
     def save_gguf(self, folder: str | Path) -> None:
         """Saves the adapter for llama.cpp, whose `llama-server` then answers as this agent.
 
-        The folder holds `adapter.gguf`, `base.gguf` if the base is the embedded model, and a README with the command.
+        The folder holds `adapter.gguf`, `base.gguf` if the base is the embedded model, `server.ini` for a
+        `LlamaCppSampler`, and a README with the command.
         An activated LoRA is written as one. Of several processes, the first writes.
 
         Args:

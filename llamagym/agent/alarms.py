@@ -50,6 +50,8 @@ _EXPLAINS_NOTHING = 0.01
 # round differently from the first attention on, which adds up to 0.3 over thirty layers and whole conversations.
 _RATIO_ERROR = 1e-3
 _RATIO_ERROR_HALF = 0.5
+# Nats per token. Two engines in half precision differ by about 0.001; a base in 4 bits by about 0.02.
+_SAMPLER_KL = 0.1
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Alarms:
             "undone": _undone,
             "useless_critic": _useless_critic,
             "ratio_error": _ratio_error,
+            "sampler_kl": _sampler_kl,
         }
 
     def check(self, stats: Stats, offers_choices: bool = True) -> list[str]:
@@ -300,6 +303,17 @@ def _ratio_error(history: History, settings: Settings) -> str | None:
         f"ratio_error is {error:.2g}, where rounding explains {tolerance:.0g}: the policy that sampled is not the one "
         "that is trained. Change weights, temperature or choices only between an update and the next episode; if you "
         "changed none, report this as a bug."
+    )
+
+
+def _sampler_kl(history: History, settings: Settings) -> str | None:
+    kl = _latest(history, "sampler_kl")
+    if kl is None or kl <= _SAMPLER_KL:
+        return None
+    return (
+        f"sampler_kl is {kl:.2g} nats per token, where rounding explains {_SAMPLER_KL:.1g}: the server samples from "
+        "other weights than those that learn. Look whether it serves the same base model, in a similar precision, and "
+        "whether its log reports that it loaded the adapter."
     )
 
 

@@ -19,7 +19,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import CheckpointError, ConfigError
-from ..models.gguf_adapter import write_gguf_adapter
+from ..models.gguf_adapter import GGUF_ADAPTER, GGUF_BASE, GGUF_MODEL, GGUF_PRESET, write_gguf_adapter
 from ..models.loading import embedded_gguf, load_model_and_tokenizer, resolve_device
 from ..models.lora import is_activated
 from ..models.registry import EMBEDDED_NAME, GenerationConfig, lookup
@@ -36,8 +36,6 @@ from .text_interface import TextInterface
 KIND = "agent"
 GGUF_KIND = "gguf-agent"
 STATE = "agent"
-_GGUF_ADAPTER = "adapter.gguf"
-_GGUF_BASE = "base.gguf"
 
 
 def write_export(
@@ -113,7 +111,7 @@ def write_gguf(agent: TextInterface, actor: Actor, folder: Path) -> None:
         ConfigError: The adapter cannot be written as GGUF.
     """
     model = actor.policy.model
-    write_gguf_adapter(model, folder / _GGUF_ADAPTER)
+    write_gguf_adapter(model, folder / GGUF_ADAPTER)
     pretrained: Any = model.pretrained_model
     config = pretrained.active_peft_config
     prefix = actor.hooks.response_prefix
@@ -123,7 +121,9 @@ def write_gguf(agent: TextInterface, actor: Actor, folder: Path) -> None:
     entry = lookup(base)
     has_base = entry is not None and entry.name == EMBEDDED_NAME
     if has_base:
-        shutil.copyfile(embedded_gguf(), folder / _GGUF_BASE)
+        shutil.copyfile(embedded_gguf(), folder / GGUF_BASE)
+    preset = f"version = 1\n\n[{GGUF_MODEL}]\nmodel = {GGUF_BASE}\nlora = {GGUF_ADAPTER}\n"
+    (folder / GGUF_PRESET).write_text(preset, encoding="utf-8")
     text = _gguf_text(agent, actor, None if has_base else base)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
@@ -148,13 +148,14 @@ def _gguf_text(agent: TextInterface, actor: Actor, missing_base: str | None) -> 
     """The README of a folder of GGUF files; `missing_base` is the base's name if the folder lacks it."""
     generation = actor.policy.generation
     lines = [f"# {_plain(type(agent).__name__)}", "", "An agent trained with llamagym, for llama.cpp:", ""]
-    lines += ["```sh", f"llama-server -m {_GGUF_BASE} --lora {_GGUF_ADAPTER} --jinja", "```", ""]
+    lines += ["```sh", f"llama-server -m {GGUF_BASE} --lora {GGUF_ADAPTER} --jinja", "```", ""]
+    lines += [f"As a sampler, while the agent learns: `llama-server --models-preset {GGUF_PRESET}`.", ""]
     if missing_base is not None:
         # A folder's name only: its path says more about this machine than about the model.
         name = Path(missing_base).name if Path(missing_base).is_absolute() else missing_base
         known = f", {_plain(name)}," if name else ""
         lines += [
-            f"`{_GGUF_BASE}` is not included. It is the model that was trained{known} as a GGUF file: the file that it",
+            f"`{GGUF_BASE}` is not included. It is the model that was trained{known} as a GGUF file: the file that it",
             "was loaded from, a download, or what llama.cpp's `convert_hf_to_gguf.py` makes of it.",
             "",
         ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from .terminal import UserPath
+from .terminal import ContextType, UserPath
 
 # Defaults of the library, named here since importing them takes seconds; a test compares them.
 MODEL = "smollm2-135m"
@@ -40,8 +40,8 @@ def cli() -> None:
 @click.option("--prompt", type=UserPath(path_type=Path), help="The environment in words: a .yaml or .py file.")
 @click.option(
     "--context",
-    type=click.Choice(["turn", "episode"]),
-    help="The conversation or the current observation.  [default: episode if observations are texts, else turn]",
+    type=ContextType(),
+    help="The current observation, the conversation or N turns.  [default: episode if observations are text]",
 )
 @click.option("--num-envs", type=int, help="Environments stepped together.  [default: 16 to 64, by the batch]")
 @click.option("--batch-size", type=int, help="Turns per update.  [default: 768 distinct ones, or 8,192]")

@@ -25,6 +25,20 @@ class UserPath(click.Path):
         return super().convert(path, param, ctx)
 
 
+class ContextType(click.ParamType):
+    """The option `context` of an agent: "turn", "episode" or a number of turns."""
+
+    name = "turn|episode|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | int:
+        """Returns the word or the number; anything else is a usage error."""
+        if value in ("turn", "episode"):
+            return str(value)
+        if not str(value).isdecimal() or int(value) == 0:
+            self.fail(f"{shortened(value)!r} is not one of turn, episode and a number of turns.", param, ctx)
+        return int(value)
+
+
 def printable(text: str) -> str:
     r"""Escapes characters that could control the terminal.
 

@@ -101,6 +101,11 @@ class TokenTree:
         return len(self.prefix) + len(self.history)
 
     @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """All token ids up to where a pending prompt's reply in free text begins."""
+        return self.prefix + self.history + self.decisions[0].ids
+
+    @property
     def prompt_key(self) -> tuple[object, ...]:
         """Equal for trees that differ only in which choices were taken."""
         prompts = ((d.start, d.ids[: d.prompt_end + 1], d.text_ids, d.choices) for d in self.decisions)

@@ -260,6 +260,8 @@ class Learner(Batching, ABC, Generic[TargetsT]):
         has_reference = bool(config.init_kl_coef)
         rollout = collect(policy, episodes, segments, self.pass_tokens, has_reference, self.needs_features)
         targets, stats = self.compute_targets(episodes, rollout)
+        if not math.isnan(rollout.sampler_kl):
+            stats["sampler_kl"] = rollout.sampler_kl
         by_episode = targets.advantages.split([len(episode.turns) for episode in episodes])
         self.advantages = [advantages.tolist() for advantages in by_episode]
 

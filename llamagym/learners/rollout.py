@@ -1,8 +1,9 @@
 """The rollout batch: log-probabilities of its turns when they were sampled, and under the current weights.
 
-Long episodes span several updates, so older weights sampled their first turns. The trust region is always measured from
-the policy before the update. Turns of older weights have the importance weight p_before / p_sampled, at most 2 (the
-decoupled objective of Hilton et al. 2022, https://arxiv.org/abs/2110.00641).
+Long episodes span several updates, so older weights sampled their first turns; and a server that samples rounds
+differently. Such turns are off-policy. The trust region is always measured from the policy before the update, and they
+have the importance weight p_before / p_sampled, at most 2 (the decoupled objective of Hilton et al. 2022,
+https://arxiv.org/abs/2110.00641).
 
 Shapes: N turns, L decisions per turn, E episodes, T turns of the longest episode; M branch points on the way to a
 choice, K targets per branch point.
@@ -34,7 +35,9 @@ class Rollout:
     """A batch's turns as tensors; a turn's row is its place in the order of episodes and turns.
 
     Attributes:
-        outdated: True at turns that older weights sampled, bool (N,).
+        off_policy: True at turns that older weights or another engine sampled, bool (N,).
+        sampler_kl: KL from another engine to the built-in one with equal weights, in nats per token; NaN
+            without one.
         old_logprobs: Log-probabilities under the policy before the update, float (N, L).
         importance: Importance weight p_before / p_sampled of each decision, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).
@@ -51,7 +54,8 @@ class Rollout:
             the update, float (N, M, K), -inf for padding.
     """
 
-    outdated: Tensor
+    off_policy: Tensor
+    sampler_kl: float
     old_logprobs: Tensor
     importance: Tensor
     old_values: Tensor
@@ -106,7 +110,7 @@ def collect(
     with_reference: bool,
     with_features: bool = False,
 ) -> Rollout:
-    """Lays a batch out as tensors; turns that older weights sampled are evaluated again, by all processes together.
+    """Lays a batch out as tensors; off-policy turns are evaluated again, by all processes together.
 
     Args:
         policy: The policy before the update.
@@ -119,14 +123,18 @@ def collect(
     turns = [turn for episode in episodes for turn in episode.turns]
     sampled_logprobs, mask = _padded([turn.reply.logprobs for turn in turns])
     version = policy.weights_version
-    outdated = torch.tensor([turn.reply.weights_version != version for turn in turns])
+    has_current_weights = torch.tensor([turn.reply.weights_version == version for turn in turns])
+    by_other_engine = torch.tensor([turn.reply.value is None for turn in turns])
+    off_policy = ~has_current_weights | by_other_engine
     before = _Before(
         logprobs=sampled_logprobs.clone(),
-        values=torch.tensor([turn.reply.value for turn in turns]),
+        values=torch.tensor([turn.reply.value or 0.0 for turn in turns]),
         branches=_sampled_branches(turns),
         features=torch.zeros(len(turns), policy.model.v_head.summary.in_features if with_features else 0),
     )
-    _evaluate_again(policy, before, segments, outdated, max_tokens, with_features)
+    _evaluate_again(policy, before, segments, off_policy, max_tokens, with_features)
+    comparable = mask & (has_current_weights & by_other_engine)[:, None]
+    sampler_kl = kl_estimate(sampled_logprobs[comparable], before.logprobs[comparable], "k3").mean().item()
     bootstrapped, final_values, final_features = _read_final_states(policy, episodes, before.features.shape[1])
     ref_logprobs = before.logprobs
     ref_kl = torch.zeros(len(turns))
@@ -138,7 +146,8 @@ def collect(
         ref_kl = kl_estimate(before.logprobs, ref_logprobs, "k1").masked_fill(~mask, 0.0).sum(1)
     rewards, real, decides = _padded_turns(episodes)
     return Rollout(
-        outdated=outdated,
+        off_policy=off_policy,
+        sampler_kl=sampler_kl,
         old_logprobs=before.logprobs,
         importance=(before.logprobs - sampled_logprobs).exp().clamp_max(_MAX_IMPORTANCE),
         old_values=before.values,
@@ -157,7 +166,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Before:
-    """Outputs of the policy before the update, as in `Rollout`; `_evaluate_again` replaces rows of outdated turns."""
+    """Outputs of the policy before the update, as in `Rollout`; `_evaluate_again` replaces rows of off-policy turns."""
 
     logprobs: Tensor
     values: Tensor
@@ -175,20 +184,25 @@ def _padded(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
 
 
 def _evaluate_again(
-    policy: Policy, before: _Before, segments: Sequence[Segment], outdated: Tensor, max_tokens: int, with_features: bool
+    policy: Policy,
+    before: _Before,
+    segments: Sequence[Segment],
+    off_policy: Tensor,
+    max_tokens: int,
+    with_features: bool,
 ) -> None:
-    """Evaluates segments with outdated turns and replaces what was recorded of these turns, in place.
+    """Evaluates segments with off-policy turns and replaces what was recorded of these turns, in place.
 
     Args:
         policy: The policy before the update.
         before: Outputs recorded when turns were sampled.
         segments: The batch.
-        outdated: True at turns that other weights sampled, bool (N,).
+        off_policy: True at turns that other weights or another engine sampled, bool (N,).
         max_tokens: Maximum tokens of one forward pass.
         with_features: Whether to fill in the critic's features, of every turn.
     """
     if not with_features:
-        segments = [segment for segment in segments if outdated[list(segment.rows)].any()]
+        segments = [segment for segment in segments if off_policy[list(segment.rows)].any()]
     if not segments:
         return
     logprobs = torch.zeros_like(before.logprobs)
@@ -202,9 +216,9 @@ def _evaluate_again(
         values[rows] = current.values.cpu()
         probabilities[rows, : current.branches.shape[1], : current.branches.shape[2]] = current.branches.exp().cpu()
     distributed.sum_([before.features, logprobs, values, probabilities])
-    before.logprobs[outdated] = logprobs[outdated]
-    before.values[outdated] = values[outdated]
-    before.branches[outdated] = probabilities[outdated].log()
+    before.logprobs[off_policy] = logprobs[off_policy]
+    before.values[off_policy] = values[off_policy]
+    before.branches[off_policy] = probabilities[off_policy].log()
 
 
 def _read_final_states(policy: Policy, episodes: Sequence[Episode], width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -343,8 +357,8 @@ def kl_of_decisions(rollout: Rollout, rows: list[int], current: Evaluation) -> T
 
 
 def ratio_errors(rollout: Rollout, rows: list[int], current: Evaluation) -> list[float]:
-    """The largest |ratio - 1| among turns that the weights before the update sampled, as a list; empty without any."""
-    fresh = [index for index, row in enumerate(rows) if not rollout.outdated[row]]
+    """The largest |ratio - 1| among on-policy turns, as a list; empty without any."""
+    fresh = [index for index, row in enumerate(rows) if not rollout.off_policy[row]]
     if not fresh:
         return []
     logprobs = current.logprobs[fresh].detach()

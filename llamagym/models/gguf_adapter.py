@@ -19,6 +19,12 @@ from ..errors import ConfigError
 from .peft_internals import acting_on_every_token, layers_with_variants, lora_layers, low_rank_of
 from .value_head import AutoModelForCausalLMWithValueHead
 
+# The files of a folder that `llama-server` runs, and the name by which it knows the model.
+GGUF_ADAPTER = "adapter.gguf"
+GGUF_BASE = "base.gguf"
+GGUF_PRESET = "server.ini"
+GGUF_MODEL = "agent"
+
 # GGUF architecture by `model_type`.
 _ARCHITECTURES = {
     "llama": "LLAMA",

@@ -26,6 +26,7 @@ Shapes: r rank, H features of a layer's input, M inputs.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,10 +36,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConfigError
 from .peft_internals import (
     ADAPTER_LAYERS,
     TARGETS,
     count_active_lora,
+    deactivate_,
     double_ranks_,
     is_lora_weight,
     lora_layers,
@@ -48,6 +51,8 @@ from .peft_internals import (
 
 if TYPE_CHECKING:
     from .value_head import AutoModelForCausalLMWithValueHead
+
+logger = logging.getLogger(__name__)
 
 # Upper limit of a component's amplification over an average input: components beyond it are rounding errors.
 _MAX_GAIN = 30.0
@@ -98,6 +103,27 @@ def set_lora_depth_(model: AutoModelForCausalLMWithValueHead, sees_one_turn: boo
         count = max(1, round(len(layers) / 2))
         config.layers_to_transform = layers[-count:]
         restrict_lora_to_layers_(model.pretrained_model, set(config.layers_to_transform))
+
+
+def make_lora_plain_(model: nn.Module, for_whom: str) -> None:
+    """Makes an activated LoRA a plain one, which changes nothing as long as it is fresh.
+
+    Args:
+        model: A language model with any adapter or none.
+        for_whom: Name of what cannot apply an activated LoRA, for messages.
+
+    Raises:
+        ConfigError: The model has an activated LoRA that was trained.
+    """
+    if not is_activated(model):
+        return
+    if not is_fresh(model):
+        raise ConfigError(
+            f"The adapter is an activated LoRA, which {for_whom} cannot apply, and it was trained as one. Sample with "
+            "the built-in engine or a LlamaCppSampler, or start from a model with a fresh adapter."
+        )
+    deactivate_(model)
+    logger.info("%s cannot apply an activated LoRA: the fresh adapter is a plain LoRA now", for_whom)
 
 
 @torch.no_grad()

@@ -127,6 +127,15 @@ def acting_on_every_token(layers: Sequence[Any]) -> Iterator[None]:
             vars(layer)["lora_variant"] = variants
 
 
+def deactivate_(model: nn.Module) -> None:
+    """Makes the activated LoRA of a PEFT model a plain one, which acts on every token."""
+    adapted: Any = model
+    adapted.active_peft_config.alora_invocation_tokens = None
+    for layer in layers_with_variants(model):
+        for name in layer.active_adapters:
+            layer.lora_variant.pop(name, None)
+
+
 def require_activation(model: nn.Module) -> None:
     """Rejects a model with an activated LoRA if the installed PEFT cannot switch it on and off.
 

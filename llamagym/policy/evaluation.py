@@ -101,7 +101,7 @@ def chunks(trees: Sequence[TokenTree], sizes: Sequence[int], max_size: int, equa
         yield chunk
 
 
-def check_context_lengths(trees: Sequence[TokenTree], max_length: int, reply_tokens: int = 0) -> list[int]:
+def check_context_lengths(trees: Sequence[TokenTree], max_length: int, reply_tokens: int = 0) -> None:
     """Rejects contexts that exceed the model's maximum length.
 
     Args:
@@ -109,20 +109,16 @@ def check_context_lengths(trees: Sequence[TokenTree], max_length: int, reply_tok
         max_length: Maximum tokens of a context.
         reply_tokens: Tokens to reserve for a reply in free text.
 
-    Returns:
-        Tokens of each context, including the reserved ones or the longest choice.
-
     Raises:
         ContextLengthError: A context is too long.
     """
-    lengths = [tree.context_length + tree.decisions[0].depth + reply_tokens for tree in trees]
-    for length in lengths:
+    for tree in trees:
+        length = tree.context_length + tree.decisions[0].depth + reply_tokens
         if length > max_length:
             raise ContextLengthError(
                 f"A conversation of {length} tokens, of which {reply_tokens} are kept for the reply, does not fit the "
                 f"model's {max_length}. Pass context='turn', shorten observations, or end episodes sooner."
             )
-    return lengths
 
 
 def divided(segments: Sequence[Segment], count: int) -> list[list[Segment]]:

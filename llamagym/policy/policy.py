@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ..engine.backbone import Backbone
-from ..engine.decode import spare_columns
 from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
 from ..errors import ConfigError
@@ -48,15 +47,14 @@ from .evaluation import (
     read_inputs,
     read_reference,
 )
-from .sampling import draw_choices, require_finite, write_text
+from .sampler import Sampler
+from .sampling import SampledText, draw_choices, require_finite, write_replies
 from .workspace import ChoiceCache, ScoredChoices, Workspace
 
 logger = logging.getLogger(__name__)
 
 # Largest number of contexts that the adapter and the value head are initialized from.
 _MAX_INIT_CONTEXTS = 512
-# Bytes of keys and values of replies that are decoded together; each reserves memory for the longest reply.
-_DECODE_BYTES = 2**30
 # Attributes that belong to one model; a copy creates its own.
 _NOT_COPIED = ("backbone", "_state", "trees", "workspaces", "_eval_workspace")
 NOT_PICKLED = (
@@ -92,6 +90,7 @@ class Policy:
         aims_lora: Whether a fresh adapter is initialized to what differs between observations (see `lora`).
         num_updates: Number of batches that were trained on; a warm start does not count.
         rng: Random numbers of sampling.
+        sampler: Writes replies in free text; None for the built-in engine.
         reference: The reference's values of the trainable weights, by name; empty if the reference is the model without
             its adapter, which was fresh. None until `fix_reference`; the model without its adapter serves until then.
         trees: Builds the token trees of segments.
@@ -108,6 +107,7 @@ class Policy:
         calibrate_choices: bool = True,
         aim_lora: bool = True,
         seed: int | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         """Wraps a model.
 
@@ -120,11 +120,13 @@ class Policy:
             calibrate_choices: Whether choices are calibrated.
             aim_lora: Whether a fresh adapter is initialized to what differs between observations.
             seed: Seed of sampling; None draws one.
+            sampler: Writes replies in free text; None for the built-in engine.
         """
         self.model = model.eval()
         self.generation = generation
         self.calibrates = calibrate_choices
         self.aims_lora = aim_lora
+        self.sampler = sampler
         self.num_updates = 0
         self.trees = TreeCache()
         self.eos_ids = frozenset(eos_ids)
@@ -365,27 +367,29 @@ class Policy:
         choice_rows = [row for row, tree in enumerate(trees) if tree.decisions[0].choices is not None]
         text_trees = [trees[row] for row in text_rows]
         choice_trees = [trees[row] for row in choice_rows]
-        lengths = check_context_lengths(text_trees, self.max_length, self.generation.max_new_tokens)
+        check_context_lengths(text_trees, self.max_length, self.generation.max_new_tokens)
         check_context_lengths(choice_trees, self.max_length)
         offers = self._score_choices(choice_trees)
         # `_score_choices` has noticed changes of the weights.
         version = self._version
-        room = _DECODE_BYTES // self.backbone.transformer.token_bytes
-        lengths = [length + spare_columns(config.draft_limit) for length in lengths]
-        drafter = self.workspaces[-1].drafter
-        for rows in chunks(text_trees, lengths, room, equal_once=False):
-            chunk = [text_trees[row] for row in rows]
-            with self.backbone.transformer.ready():
-                features, texts = write_text(self.backbone, chunk, config, self.eos_ids, self.rng, drafter)
-            values = self.model.v_head(features).squeeze(-1).tolist()
-            for row, value, text in zip(rows, values, texts, strict=True):
-                replies[text_rows[row]] = Reply(text.ids, text.logprobs, value, text.finish_reason, None, version)
+        for row, text in zip(text_rows, self._write(text_trees, config), strict=True):
+            replies[row] = Reply(text.ids, text.logprobs, text.value, text.finish_reason, None, version)
         drawn = draw_choices([offer for offer, _ in offers], greedy, self.rng)
         for row, (offer, value), index in zip(choice_rows, offers, drawn, strict=True):
             ids = trees[row].decisions[0].choices[index]  # type: ignore[index]
             logprobs = tuple(offer.tolist())
             replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, version, logprobs)
         return [replies[row] for row in range(len(contexts))]
+
+    def _write(self, trees: Sequence[TokenTree], config: GenerationConfig) -> list[SampledText]:
+        """Samples replies in free text, by the sampler if there is one."""
+        if not trees:
+            return []
+        if self.sampler is None:
+            drafter = self.workspaces[-1].drafter
+            return write_replies(self.backbone, self.model.v_head, trees, config, self.eos_ids, self.rng, drafter)
+        self.sampler.set_weights(self.model, self._state.number)
+        return self.sampler.sample([tree.prompt_ids for tree in trees], config, self.eos_ids, self.rng)
 
     @with_model_lock
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:

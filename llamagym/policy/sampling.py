@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,13 +13,18 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from ..engine.backbone import Backbone
-from ..engine.decode import Decoder, PartialReply
+from ..engine.decode import Decoder, PartialReply, spare_columns
 from ..engine.likelihood import sums_in_groups
 from ..engine.token_tree import TokenTree
 from ..errors import DivergedError
 from ..models.registry import GenerationConfig
+from ..models.value_head import ValueHead
 from ..text.episode import FinishReason
 from .drafts import Draft, DraftContext, Drafter, best_draft_length
+from .evaluation import chunks
+
+# Bytes of keys and values of replies that are decoded together; each reserves memory for the longest reply.
+_DECODE_BYTES = 2**30
 
 
 @contextmanager
@@ -50,12 +55,20 @@ def require_finite(outputs: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A sampled text: token ids, the log-probability of each, and why it ended."""
+class SampledText:
+    """A sampled text.
+
+    Attributes:
+        ids: Token ids, with an end-of-sequence token only if it was sampled.
+        logprobs: Log-probability of each token.
+        finish_reason: Why it ended.
+        value: The critic's estimate where the text begins; None if the sampler has no critic.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    value: float | None = None
 
 
 def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
@@ -111,6 +124,41 @@ def draw_tokens(logits: Tensor, largest: Tensor, sums: Tensor, rows: Tensor, uni
 
 
 @torch.no_grad()
+def write_replies(
+    backbone: Backbone,
+    v_head: ValueHead,
+    trees: Sequence[TokenTree],
+    config: GenerationConfig,
+    eos_ids: AbstractSet[int],
+    rng: torch.Generator,
+    drafter: Drafter,
+) -> list[SampledText]:
+    """Samples a reply to each context, as many at once as memory allows, and values the context in the same pass.
+
+    Args:
+        backbone: The model.
+        v_head: The critic.
+        trees: Contexts of any lengths whose pending prompt has no choices.
+        config: Options of sampling.
+        eos_ids: All ids that end a reply.
+        rng: Random numbers.
+        drafter: Guesses of next tokens; remembers the replies.
+    """
+    transformer = backbone.transformer
+    spare = config.max_new_tokens + spare_columns(config.draft_limit)
+    lengths = [len(tree.prompt_ids) + spare for tree in trees]
+    texts: dict[int, SampledText] = {}
+    for rows in chunks(trees, lengths, _DECODE_BYTES // transformer.token_bytes, equal_once=False):
+        chunk = [trees[row] for row in rows]
+        with transformer.ready():
+            features, written = write_text(backbone, chunk, config, eos_ids, rng, drafter)
+        values = v_head(features).squeeze(-1).tolist()
+        for row, text, value in zip(rows, written, values, strict=True):
+            texts[row] = replace(text, value=value)
+    return [texts[row] for row in range(len(trees))]
+
+
+@torch.no_grad()
 def write_text(
     backbone: Backbone,
     trees: Sequence[TokenTree],
@@ -118,7 +166,7 @@ def write_text(
     eos_ids: AbstractSet[int],
     rng: torch.Generator,
     drafter: Drafter,
-) -> tuple[Tensor, list[Text]]:
+) -> tuple[Tensor, list[SampledText]]:
     """Samples a reply to each context.
 
     Log-probabilities are under softmax(logits / temperature), before top-k and top-p. Each token of each reply has its
@@ -147,7 +195,7 @@ def write_text(
     contexts: dict[TokenTree, DraftContext] = {}
     if max_draft_tokens:
         for tree in trees:
-            contexts[tree] = DraftContext(tree.prefix + tree.history + tree.decisions[0].ids)
+            contexts[tree] = DraftContext(tree.prompt_ids)
     first: Tensor | None = None
     active = texts
     while active:
@@ -181,7 +229,7 @@ def write_text(
         for text in texts:
             drafter.add(contexts[text.tree], text.ids)
     assert first is not None, "a batch has contexts"
-    return first, [Text(text.ids, text.logprobs, text.finish_reason or "length") for text in texts]
+    return first, [SampledText(text.ids, text.logprobs, text.finish_reason or "length") for text in texts]
 
 
 class _GrowingText:

@@ -20,7 +20,8 @@ from .chat_template import ChatTemplate, Message
 # One in this many of the visible turns is dropped once a conversation no longer fits.
 _DROP_ONE_IN = 4
 
-Context = Literal["episode", "turn"]
+Context = Literal["episode", "turn"] | int
+"""What a prompt shows before the current observation: the whole episode, nothing, or a number of turns."""
 FinishReason = Literal["eos", "length", "choice"]
 
 
@@ -54,7 +55,8 @@ class Reply:
     Attributes:
         ids: Sampled token ids, with an end-of-sequence token only if it was sampled.
         logprobs: Log-probability of each decision: one per token of free text, a single one for a choice.
-        value: The critic's estimate at the last prompt token, in reward units.
+        value: The critic's estimate at the last prompt token, in reward units; None if another engine than the built-in
+            one sampled, which has no critic and rounds differently.
         finish_reason: Reason why the reply ended.
         choice_index: Index of the reply among the prompt's choices, or None for free text.
         weights_version: Version of the weights that sampled the reply.
@@ -63,7 +65,7 @@ class Reply:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    value: float
+    value: float | None
     finish_reason: FinishReason
     choice_index: int | None
     weights_version: int
@@ -236,7 +238,8 @@ class Conversation:
     Attributes:
         template: Renders prompts.
         system_prompt: System prompt of every context.
-        context: Whether the model sees the whole episode or only the current observation.
+        context: What the model sees before the current observation: the whole "episode", nothing ("turn"), or this many
+            turns.
         max_length: The model's context length in tokens; None for no limit.
         reply_length: Tokens reserved for a reply in free text; for choices, the longest choice is reserved.
         turns: Finished turns.
@@ -292,10 +295,16 @@ class Conversation:
             choice_ids = self._encode_choices(choices)
             reply_length = max(map(len, choice_ids))
         max_prompt_length = math.inf if self.max_length is None else self.max_length - reply_length
-        visible_turns = 0 if self.context == "turn" else len(self.turns) - self.first_shown
-        starts_context = visible_turns == 0
-        ids = self._first_prompt(text, prefix_ids) if starts_context else self._next_prompt(text, prefix_ids)
-        if visible_turns and self.current_segment().token_count + len(ids) > max_prompt_length:
+        shown_before = len(self.turns) - self.first_shown
+        visible_turns = int(min(shown_before, self._max_visible_turns))
+        starts_context = visible_turns == 0 or visible_turns < shown_before
+        if starts_context:
+            ids = self._shortened_context(visible_turns, text, prefix_ids)
+            length = len(ids)
+        else:
+            ids = self._next_prompt(text, prefix_ids)
+            length = self.current_segment().token_count + len(ids)
+        if visible_turns and length > max_prompt_length:
             starts_context = True
             # Dropping only as many turns as necessary would start a new context, and so a prefill, at every turn.
             visible_turns -= max(1, visible_turns // _DROP_ONE_IN)
@@ -310,6 +319,13 @@ class Conversation:
         self.pending = Prompt(tuple(ids), starts_context, choice_ids, shared_length, opening_length, replies_shown)
         self.messages.append({"role": "user", "content": text})
         return self.current_segment()
+
+    @property
+    def _max_visible_turns(self) -> float:
+        """Maximum number of turns that a prompt shows before the current observation."""
+        if isinstance(self.context, int):
+            return self.context
+        return 0 if self.context == "turn" else math.inf
 
     def _encode_choices(self, choices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         _check_choices(choices, choices)

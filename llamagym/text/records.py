@@ -174,7 +174,7 @@ def _turn_from(record: Sequence[Any], table: IdTable) -> Turn:
     reply = Reply(
         ids=table[ids_number],
         logprobs=tuple(map(number_from, logprobs)),
-        value=number_from(value),
+        value=None if value is None else number_from(value),
         finish_reason=finish_reason,
         choice_index=None if choice_index is None else int(number_from(choice_index)),
         weights_version=int(number_from(weights_version)),

@@ -23,6 +23,7 @@ from llamagym import (
     EvaluationResult,
     GenerationConfig,
     GRPOConfig,
+    LlamaCppSampler,
     LlamaGymError,
     PPOConfig,
     PPOTrainer,
@@ -31,6 +32,7 @@ from llamagym import (
     Run,
     ScoreCallback,
     StopOnReturn,
+    VLLMSampler,
     default_tracker,
     demonstrations_path,
     evaluate,
@@ -92,6 +94,12 @@ RUN = {
     "num_envs": COUNT,
     "seed": COUNT,
 }
+SERVER = {
+    "url": ANY,
+    "timeout_s": COUNT | {"none"},
+    "max_requests": COUNT | {"none"},
+    "api_key": TEXT | {"no text"},
+}
 CALLS = {
     "Agent": Call(
         ChoiceAgent,
@@ -111,6 +119,7 @@ CALLS = {
             "sft_warm_start": FLAG,
             "replay_config_dict": OPTIONS,
             "seed": COUNT,
+            "sampler": ANY - {"none"},
         },
     ),
     "AutoModelForCausalLMWithValueHead": Call(
@@ -233,6 +242,12 @@ CALLS = {
             "overlap": FLAG,
         },
     ),
+    "VLLMSampler": Call(VLLMSampler, lambda: {"url": "http://127.0.0.1:1"}, {**SERVER, "folder": FOLDER}),
+    "LlamaCppSampler": Call(
+        LlamaCppSampler,
+        lambda: {"url": "http://127.0.0.1:1", "folder": "nowhere"},
+        {**SERVER, "folder": FOLDER | {"none"}},
+    ),
     "write_report": Call(
         write_report,
         lambda: {"runs": ["nowhere"], "path": "unused"},
@@ -242,8 +257,19 @@ CALLS = {
 CONFIGURATIONS = {"GRPOConfig", "GenerationConfig", "LearnerConfig", "PPOConfig", "ReinforceConfig", "ReplayConfig"}
 # What the library makes for users to read, except for `EvaluationResult`, which tests of its own check; and what takes
 # no argument or any.
-RECORDS = {"Check", "EvaluationResult", "PlayedEpisode", "Prompt", "Reply", "Report", "Score", "TrainingResult", "Turn"}
-WITHOUT_ARGUMENTS = {"Callback", "Tracker", "is_main_process", "main_process_first"}
+RECORDS = {
+    "Check",
+    "EvaluationResult",
+    "PlayedEpisode",
+    "Prompt",
+    "Reply",
+    "Report",
+    "SampledText",
+    "Score",
+    "TrainingResult",
+    "Turn",
+}
+WITHOUT_ARGUMENTS = {"Callback", "Sampler", "Tracker", "is_main_process", "main_process_first"}
 TAKE_ANYTHING = {"gather_objects"}
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 
 import pytest
 
+from llamagym import ConfigError
 from llamagym.text.chat_template import ChatTemplate
 from llamagym.text.episode import Conversation, Reply
 from llamagym.text.records import IdTable, conversation_record, restore_conversation
@@ -141,6 +143,50 @@ def test_a_restored_conversation_is_truncated_at_the_same_turns(template):
     for number in range(25, 60):
         one, other = (take_turn(each, observation(number)) for each in (conversation, restored))
         assert one.pending == other.pending
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_number_shows_that_many_earlier_turns(template, count):
+    conversation = Conversation(template, "Say something.", count, WINDOW, REPLY)
+    whole = new_conversation(template, max_length=None)
+    for number in range(8):
+        context = take_turn(conversation, observation(number))
+        expected = take_turn(whole, observation(number))
+        first = max(0, number - count)
+        assert turns_shown(context) == list(range(first, number + 1))
+        # As long as no turn is left out, tokens are appended; then each context is the beginning of a new one.
+        assert context.pending.starts_context == (number == 0 or number > count)
+        if number <= count:
+            assert context.pending == expected.pending
+    assert [turn.reply.ids for turn in conversation.turns] == [turn.reply.ids for turn in whole.turns]
+
+
+def test_a_number_of_turns_that_does_not_fit_is_shortened(template):
+    conversation = Conversation(template, "Say something.", 5, 300, REPLY)
+    shown = [turns_shown(take_turn(conversation, observation(number))) for number in range(12)]
+    assert 1 < max(map(len, shown)) < 6
+    assert all(each[-1] == number for number, each in enumerate(shown))
+
+
+@pytest.mark.parametrize("context", [0, -1, True, 1.5, "turns", None])
+def test_what_is_no_context_is_rejected(context):
+    with pytest.raises(ConfigError, match="context"):
+        make_agent(context=context)
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_an_agent_that_sees_some_turns_learns_what_it_sampled(activated):
+    """Segments that overlap are evaluated as they were sampled, in one batch and with caches."""
+    agent = make_agent(context=2, activated=activated, ppo={"batch_size": 20, "target_kl": None})
+    rng = random.Random(0)
+    stats = {}
+    for turn in range(5):
+        agent.act_batch([rng.randrange(3) for _ in range(4)])
+        agent.assign_rewards([float(rng.randrange(2)) for _ in range(4)])
+        if turn == 4:
+            stats = agent.terminate_episodes(range(4), terminated=[True] * 4)
+    assert stats["turns"] == 20
+    assert stats["ratio_error"] < 1e-5
 
 
 def test_rolling_back_a_turn_restores_the_context(template):
