@@ -33,8 +33,8 @@ from .models.loading import load_model_and_tokenizer
 from .models.registry import GenerationConfig
 from .models.value_head import AutoModelForCausalLMWithValueHead
 from .policy.sampler import Sampler
+from .policy.samplers import LlamaCppSampler, VLLMSampler
 from .policy.sampling import SampledText
-from .samplers import LlamaCppSampler, VLLMSampler
 from .text.demonstrations import demonstrations_path
 from .text.episode import Prompt, Reply, Turn
 from .text.parsing import find_json, parse_choice

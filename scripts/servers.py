@@ -101,7 +101,7 @@ def write_served(folder: Path) -> None:
     """Write the embedded model with a fresh adapter as a folder that llama-server runs."""
     import llamagym
 
-    class Anything(llamagym.Agent):
+    class EchoAgent(llamagym.Agent):
         def get_system_prompt(self) -> str:
             return ""
 
@@ -111,7 +111,7 @@ def write_served(folder: Path) -> None:
         def extract_action(self, response: str) -> str:
             return response
 
-    Anything(*llamagym.load_model_and_tokenizer(device="cpu")).save_gguf(folder)
+    EchoAgent(*llamagym.load_model_and_tokenizer(device="cpu")).save_gguf(folder)
 
 
 def vllm_command(base: Path, port: int, options: Sequence[str] = ()) -> list[str]:
@@ -145,6 +145,8 @@ def main() -> None:
     args, options = parser.parse_known_args()
     is_vllm = args.server == "vllm"
     if args.what == "install":
+        if options:
+            parser.error(f"install takes no such options: {options}")
         install_vllm() if is_vllm else install_llama_cpp()
         return
     if not args.folder.exists():

@@ -24,7 +24,7 @@ from ..learners.ppo import PPOConfig
 from ..learners.replay import ReplayConfig
 from ..models.hub import upload
 from ..models.loading import MissingBaseError, move_, resolve_device
-from ..models.lora import make_lora_plain_, seed_lora_, set_lora_depth_
+from ..models.lora import seed_lora_, set_lora_depth_
 from ..models.registry import GenerationConfig
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_json, as_seed, check_arguments, explains_wrong_calls, user_path
@@ -42,19 +42,10 @@ from .checkpoint import loading_checkpoint, write_checkpoint
 from .collector import Collector
 from .export import GGUF_KIND, KIND, read_export, write_export, write_gguf
 from .preflight import Report, preflight
-from .text_interface import TextInterface
+from .text_interface import EQUIVALENTS, TextInterface
 
 # Attributes of an agent that its other parts refer to.
 _FIXED_PARTS = frozenset({"model", "tokenizer", "policy", "response_prefix"})
-# Equivalents of methods of Stable-Baselines3 and TRL.
-_EQUIVALENTS = {
-    "learn": "Train with llamagym.train(agent, env, minutes=10), or episodes= or turns=.",
-    "predict": "Act with agent.act(observation), after agent.eval() for the likeliest action.",
-    "set_env": "The environment is an argument: llamagym.train(agent, env, ...), llamagym.evaluate(agent, env, ...).",
-    "get_env": "The environment is an argument: llamagym.train(agent, env, ...), llamagym.evaluate(agent, env, ...).",
-    "generate": "Act with agent.act(observation); agent.policy.model has the model.",
-    "step": "Learn from an episode with agent.terminate_episode(), or by TRL's step with llamagym.PPOTrainer.",
-}
 
 
 class Agent(TextInterface):
@@ -152,12 +143,11 @@ class Agent(TextInterface):
         if device is not None:
             move_(model, resolve_device(device))
         set_lora_depth_(model, sees_one_turn=context == "turn")
-        if sampler is not None and not sampler.activates_lora:
-            make_lora_plain_(model.pretrained_model, for_whom=type(sampler).__name__)
-        policy = Policy(model, end, template.closing_id(end), generation, calibrate_choices, aim_lora, seed, sampler)
+        policy = Policy(model, end, template.closing_id(end), generation, calibrate_choices, aim_lora, seed)
         if seed is not None and not policy.is_initialized_from_data:
             seed_lora_(model.pretrained_model, seed)
         actor = Actor(self, policy, tokenizer, template, context, response_prefix, invalid_action_penalty)
+        policy.sampler = sampler
         warn_if_shared(self, model)
         seeds = distributed.gather_objects(np.random.default_rng(seed))[0]
         self.model = model
@@ -183,8 +173,8 @@ class Agent(TextInterface):
 
     def __getattr__(self, name: str) -> Any:
         """Raises an AttributeError that names this library's equivalent of a method of other libraries."""
-        if name in _EQUIVALENTS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}. {_EQUIVALENTS[name]}")
+        if name in EQUIVALENTS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}. {EQUIVALENTS[name]}")
         # A property that raised an AttributeError raises it again.
         return object.__getattribute__(self, name)
 
@@ -201,6 +191,15 @@ class Agent(TextInterface):
             if name == "learner":
                 collector.learner = value
         super().__setattr__(name, value)
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """Server that writes replies in free text; None for the built-in engine. May be replaced between episodes."""
+        return self.policy.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Sampler | None) -> None:
+        self.policy.sampler = sampler
 
     @property
     def current_episode_messages(self) -> list[Message]:

@@ -149,7 +149,10 @@ def _gguf_text(agent: TextInterface, actor: Actor, missing_base: str | None) -> 
     generation = actor.policy.generation
     lines = [f"# {_plain(type(agent).__name__)}", "", "An agent trained with llamagym, for llama.cpp:", ""]
     lines += ["```sh", f"llama-server -m {GGUF_BASE} --lora {GGUF_ADAPTER} --jinja", "```", ""]
-    lines += [f"As a sampler, while the agent learns: `llama-server --models-preset {GGUF_PRESET}`.", ""]
+    lines += [
+        f"To write replies while the agent learns: `llama-server --models-preset {GGUF_PRESET} --parallel 1`.",
+        "",
+    ]
     if missing_base is not None:
         # A folder's name only: its path says more about this machine than about the model.
         name = Path(missing_base).name if Path(missing_base).is_absolute() else missing_base

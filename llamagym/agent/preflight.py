@@ -111,20 +111,24 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
 
 @contextmanager
 def _unchanged(actor: Actor) -> Iterator[None]:
-    """While open, the actor samples as in training; afterwards its mode, random numbers and options are as before."""
+    """While open, the actor samples as in training, by the built-in engine; afterwards its state is as before."""
     policy = actor.policy
     generation = policy.generation
+    sampler = policy.sampler
     rng_state = policy.rng.get_state()
     was_learning = actor.is_learning
     was_greedy = actor.is_greedy
     actor.is_learning = True
     actor.is_greedy = False
+    # The checks are about the learner's own numbers.
+    policy.sampler = None
     try:
         with policy.measuring(), policy.backbone.transformer.temporary_packing():
             yield
     finally:
         policy.rng.set_state(rng_state)
         policy.generation = generation
+        policy.sampler = sampler
         actor.is_learning = was_learning
         actor.is_greedy = was_greedy
 

@@ -22,6 +22,15 @@ _NEVER_CALLED = {
     "format_episode_for_ppo": "Turns keep the sampled token ids; rewards go to the turns that earned them.",
     "train_batch": "A learner updates the weights: agent.learner, chosen by learner=.",
 }
+# Equivalents of methods of Stable-Baselines3 and TRL.
+EQUIVALENTS = {
+    "learn": "Train with llamagym.train(agent, env, minutes=10), or episodes= or turns=.",
+    "predict": "Act with agent.act(observation), after agent.eval() for the likeliest action.",
+    "set_env": "The environment is an argument: llamagym.train(agent, env, ...), llamagym.evaluate(agent, env, ...).",
+    "get_env": "The environment is an argument: llamagym.train(agent, env, ...), llamagym.evaluate(agent, env, ...).",
+    "generate": "Act with agent.act(observation); agent.policy.model has the model.",
+    "step": "Learn from an episode with agent.terminate_episode(), or by TRL's step with llamagym.PPOTrainer.",
+}
 # Methods that receive the environment's info if they have a parameter of that name.
 _MAY_TAKE_INFO = ("format_observation", "get_action_choices", "fallback_action")
 

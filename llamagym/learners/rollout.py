@@ -1,7 +1,7 @@
 """The rollout batch: log-probabilities of its turns when they were sampled, and under the current weights.
 
-Long episodes span several updates, so older weights sampled their first turns; and a server that samples rounds
-differently. Such turns are off-policy. The trust region is always measured from the policy before the update, and they
+Long episodes span several updates, so older weights sampled their first turns; a server's engine rounds differently.
+Such turns are off-policy. The trust region is always measured from the policy before the update, and they
 have the importance weight p_before / p_sampled, at most 2 (the decoupled objective of Hilton et al. 2022,
 https://arxiv.org/abs/2110.00641).
 
@@ -37,7 +37,7 @@ class Rollout:
     Attributes:
         off_policy: True at turns that older weights or another engine sampled, bool (N,).
         sampler_kl: KL from another engine to the built-in one with equal weights, in nats per token; NaN
-            without one.
+            if that sampled all turns.
         old_logprobs: Log-probabilities under the policy before the update, float (N, L).
         importance: Importance weight p_before / p_sampled of each decision, at most 2, float (N, L).
         old_values: The critic's estimates before the update, in reward units, float (N,).

@@ -105,12 +105,12 @@ def set_lora_depth_(model: AutoModelForCausalLMWithValueHead, sees_one_turn: boo
         restrict_lora_to_layers_(model.pretrained_model, set(config.layers_to_transform))
 
 
-def make_lora_plain_(model: nn.Module, for_whom: str) -> None:
-    """Makes an activated LoRA a plain one, which changes nothing as long as it is fresh.
+def make_lora_plain_(model: nn.Module, sampler_name: str) -> None:
+    """Converts a fresh activated LoRA to a plain one; replies stay the same.
 
     Args:
         model: A language model with any adapter or none.
-        for_whom: Name of what cannot apply an activated LoRA, for messages.
+        sampler_name: Name of the sampler that cannot apply an activated LoRA, for messages.
 
     Raises:
         ConfigError: The model has an activated LoRA that was trained.
@@ -119,11 +119,11 @@ def make_lora_plain_(model: nn.Module, for_whom: str) -> None:
         return
     if not is_fresh(model):
         raise ConfigError(
-            f"The adapter is an activated LoRA, which {for_whom} cannot apply, and it was trained as one. Sample with "
-            "the built-in engine or a LlamaCppSampler, or start from a model with a fresh adapter."
+            f"The adapter is an activated LoRA, which {sampler_name} cannot apply, and it was trained as one. Sample "
+            "with the built-in engine or a LlamaCppSampler, or start from a model with a fresh adapter."
         )
     deactivate_(model)
-    logger.info("%s cannot apply an activated LoRA: the fresh adapter is a plain LoRA now", for_whom)
+    logger.info("%s cannot apply an activated LoRA: the fresh adapter is a plain LoRA now", sampler_name)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,18 @@ class TreeCache:
                 self._by_row[segment.first_row] = entry
             trees.append(entry[1])
         return trees
+
+
+class CriticReading(NamedTuple):
+    """The critic's output for N contexts.
+
+    Attributes:
+        values: Estimates in reward units, float32 (N,).
+        features: Inputs of the value head's last layer, float32 (N, H).
+    """
+
+    values: Tensor
+    features: Tensor
 
 
 def chunks(trees: Sequence[TokenTree], sizes: Sequence[int], max_size: int, equal_once: bool) -> Iterator[list[int]]:

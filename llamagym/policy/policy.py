@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +29,14 @@ from ..engine.token_tree import TokenTree
 from ..engine.weights import Change, WeightsState
 from ..errors import ConfigError
 from ..models.lock import lock_of, with_model_lock
-from ..models.lora import fresh_rows, initialize_rows_, is_fresh, mask_frozen_gradients_
+from ..models.lora import (
+    fresh_rows,
+    initialize_rows_,
+    is_activated,
+    is_fresh,
+    make_lora_plain_,
+    mask_frozen_gradients_,
+)
 from ..models.peft_internals import is_lora_weight
 from ..models.registry import GenerationConfig
 from ..models.value_head import AutoModelForCausalLMWithValueHead
@@ -37,6 +45,7 @@ from .calibration import Calibration, Row
 from .choices import offer_logprobs
 from .drafts import Drafter
 from .evaluation import (
+    CriticReading,
     Evaluation,
     Reading,
     TreeCache,
@@ -47,7 +56,7 @@ from .evaluation import (
     read_inputs,
     read_reference,
 )
-from .sampler import Sampler
+from .sampler import Sampler, check_sampler, sample_checked
 from .sampling import SampledText, draw_choices, require_finite, write_replies
 from .workspace import ChoiceCache, ScoredChoices, Workspace
 
@@ -64,18 +73,6 @@ NOT_PICKLED = (
 )
 
 
-class CriticReading(NamedTuple):
-    """The critic's output for N contexts.
-
-    Attributes:
-        values: Estimates in reward units, float32 (N,).
-        features: Inputs of the value head's last layer, float32 (N, H).
-    """
-
-    values: Tensor
-    features: Tensor
-
-
 Weights = Literal["policy", "reference", "base"]
 """Weights of a forward pass: the policy's; the reference's, which `init_kl_coef` penalizes the distance to; or the base
 model's without adapter, which choices are calibrated on."""
@@ -90,7 +87,6 @@ class Policy:
         aims_lora: Whether a fresh adapter is initialized to what differs between observations (see `lora`).
         num_updates: Number of batches that were trained on; a warm start does not count.
         rng: Random numbers of sampling.
-        sampler: Writes replies in free text; None for the built-in engine.
         reference: The reference's values of the trainable weights, by name; empty if the reference is the model without
             its adapter, which was fresh. None until `fix_reference`; the model without its adapter serves until then.
         trees: Builds the token trees of segments.
@@ -107,7 +103,6 @@ class Policy:
         calibrate_choices: bool = True,
         aim_lora: bool = True,
         seed: int | None = None,
-        sampler: Sampler | None = None,
     ) -> None:
         """Wraps a model.
 
@@ -120,13 +115,13 @@ class Policy:
             calibrate_choices: Whether choices are calibrated.
             aim_lora: Whether a fresh adapter is initialized to what differs between observations.
             seed: Seed of sampling; None draws one.
-            sampler: Writes replies in free text; None for the built-in engine.
         """
         self.model = model.eval()
         self.generation = generation
         self.calibrates = calibrate_choices
         self.aims_lora = aim_lora
-        self.sampler = sampler
+        self._sampler: Sampler | None = None
+        self._weights_id = uuid.uuid4().hex
         self.num_updates = 0
         self.trees = TreeCache()
         self.eos_ids = frozenset(eos_ids)
@@ -156,6 +151,7 @@ class Policy:
         copied.backbone.tokens_forwarded = self.backbone.tokens_forwarded
         copied._state = WeightsState(copied.model)
         copied._state.number = self._state.number
+        copied._weights_id = uuid.uuid4().hex
         copied.trees = TreeCache()
         learning = self.workspaces[0]
         copied.workspaces = [
@@ -202,6 +198,19 @@ class Policy:
     @offered.setter
     def offered(self, offered: dict[tuple[int, ...], None]) -> None:
         self.workspaces[-1].offered = offered
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """The server that writes replies in free text; None for the built-in engine."""
+        return self._sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Sampler | None) -> None:
+        check_sampler(sampler)
+        if sampler is not None and not sampler.activates_lora and is_activated(self.model.pretrained_model):
+            make_lora_plain_(self.model.pretrained_model, type(sampler).__name__)
+            self._invalidate(Change.PARTS)
+        self._sampler = sampler
 
     @property
     def is_measuring(self) -> bool:
@@ -372,7 +381,7 @@ class Policy:
         offers = self._score_choices(choice_trees)
         # `_score_choices` has noticed changes of the weights.
         version = self._version
-        for row, text in zip(text_rows, self._write(text_trees, config), strict=True):
+        for row, text in zip(text_rows, self._write(text_trees, config, learning), strict=True):
             replies[row] = Reply(text.ids, text.logprobs, text.value, text.finish_reason, None, version)
         drawn = draw_choices([offer for offer, _ in offers], greedy, self.rng)
         for row, (offer, value), index in zip(choice_rows, offers, drawn, strict=True):
@@ -381,15 +390,18 @@ class Policy:
             replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, version, logprobs)
         return [replies[row] for row in range(len(contexts))]
 
-    def _write(self, trees: Sequence[TokenTree], config: GenerationConfig) -> list[SampledText]:
+    def _write(self, trees: Sequence[TokenTree], config: GenerationConfig, learning: bool) -> list[SampledText]:
         """Samples replies in free text, by the sampler if there is one."""
         if not trees:
             return []
-        if self.sampler is None:
+        if self._sampler is None:
             drafter = self.workspaces[-1].drafter
             return write_replies(self.backbone, self.model.v_head, trees, config, self.eos_ids, self.rng, drafter)
-        self.sampler.set_weights(self.model, self._state.number)
-        return self.sampler.sample([tree.prompt_ids for tree in trees], config, self.eos_ids, self.rng)
+        self._sampler.set_weights(self.model, self._weights_id)
+        prompts = [tree.prompt_ids for tree in trees]
+        return sample_checked(
+            self._sampler, prompts, config, self.eos_ids, self.rng, self.backbone.transformer.vocabulary, learning
+        )
 
     @with_model_lock
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
@@ -526,6 +538,7 @@ class Policy:
                     workspace.calibration = workspace.calibration.empty_copy()
         self.backbone.prefix_cache = self.workspaces[-1].prefix_cache
         self._state.accept(change)
+        self._weights_id = uuid.uuid4().hex
 
     @contextmanager
     def _without_adapter(self) -> Iterator[None]:

@@ -55,8 +55,8 @@ class Reply:
     Attributes:
         ids: Sampled token ids, with an end-of-sequence token only if it was sampled.
         logprobs: Log-probability of each decision: one per token of free text, a single one for a choice.
-        value: The critic's estimate at the last prompt token, in reward units; None if another engine than the built-in
-            one sampled, which has no critic and rounds differently.
+        value: The critic's estimate at the last prompt token, in reward units; None if a sampler wrote the reply, which
+            has no critic and rounds differently.
         finish_reason: Reason why the reply ended.
         choice_index: Index of the reply among the prompt's choices, or None for free text.
         weights_version: Version of the weights that sampled the reply.

@@ -9,7 +9,8 @@ from batches of the same size. The expected return after each update is exact fo
 replies in each of the 280 states, written by the built-in engine with the same weights. The LoRA is small and plain,
 since vLLM applies one slowly on a CPU. The servers are started beforehand:
 
-python scripts/servers.py vllm served     or     python scripts/servers.py llama.cpp served
+python scripts/servers.py start vllm --port 8000
+python scripts/servers.py start llama.cpp --port 8080 --folder served
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def make_agent(seed: int) -> BlackjackAgent:
     return agent
 
 
-def measured(agent: BlackjackAgent) -> float:
+def expected_return_of(agent: BlackjackAgent) -> float:
     """Expected return of one hand, with replies of the built-in engine."""
-    sampler = agent.policy.sampler
-    agent.policy.sampler = None
+    sampler = agent.sampler
+    agent.sampler = None
     try:
         return expected_return(hit_probabilities(agent))
     finally:
-        agent.policy.sampler = sampler
+        agent.sampler = sampler
 
 
 def reporter(agent: BlackjackAgent, curve: list[dict[str, float]]) -> Callable[[dict[str, float]], None]:
@@ -71,7 +72,7 @@ def reporter(agent: BlackjackAgent, curve: list[dict[str, float]]) -> Callable[[
 
     def report(statistics: dict[str, float]) -> None:
         point = {name: round(statistics[name], 5) for name in STATISTICS if name in statistics}
-        point["expected_return"] = round(measured(agent), 4)
+        point["expected_return"] = round(expected_return_of(agent), 4)
         curve.append(point)
         print(len(curve), point, flush=True)
 
@@ -89,8 +90,8 @@ def main() -> None:
     args = parser.parse_args()
     where = setting()
     agent = make_agent(args.seed)
-    agent.policy.sampler = make_sampler(args)
-    before = measured(agent)
+    agent.sampler = make_sampler(args)
+    before = expected_return_of(agent)
     print("expected return before:", round(before, 4), flush=True)
     curve: list[dict[str, float]] = []
     env = gym.make("Blackjack-v1", natural=False, sab=False)

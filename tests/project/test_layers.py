@@ -22,7 +22,7 @@ PACKAGES = {
     "engine.cpu": {"models"},
     "policy": {"text", "models", "engine"},
     "learners": {"text", "models", "policy"},
-    "samplers": {"saving", "models", "policy"},
+    "policy.samplers": {"saving", "models", "policy"},
     "trl_compat": {"models", "policy", "learners"},
     "agent": {"saving", "text", "models", "policy", "learners"},
     "training": {"saving", "text", "models", "policy", "learners", "agent", "training.report"},

@@ -1,9 +1,11 @@
-"""Replies from another engine are learned from as those of the built-in one, up to the difference of the two."""
+"""Replies of an external engine train as the built-in engine's do, and a server's faults are named and undone."""
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -21,8 +23,8 @@ from llamagym.engine.backbone import Backbone
 from llamagym.engine.token_tree import TokenTree
 from llamagym.models.lora import is_activated
 from llamagym.policy.drafts import Drafter
+from llamagym.policy.samplers.server import as_text
 from llamagym.policy.sampling import write_replies
-from llamagym.samplers.server import as_text
 from llamagym.text.episode import Prompt, Segment
 from tests.helpers.agents import ChoiceAgent, WordAgent, make_agent
 from tests.helpers.tiny import tiny_model, tiny_tokenizer
@@ -35,14 +37,14 @@ class OtherEngine:
 
     def __init__(self, updates: bool = True) -> None:
         self.updates = updates
-        self.versions: list[int] = []
+        self.versions: list[str] = []
         self.engine = None
 
-    def set_weights(self, model, version):
-        if version not in self.versions and (self.updates or self.engine is None):
+    def set_weights(self, model, weights_id):
+        if weights_id not in self.versions and (self.updates or self.engine is None):
             copied = deepcopy(model)
             self.engine = Backbone(copied), copied.v_head
-        self.versions.append(version)
+        self.versions.append(weights_id)
 
     def sample(self, prompts, config, eos_ids, rng):
         trees = [TokenTree.from_segment(Segment((), Prompt(ids, True))) for ids in prompts]
@@ -97,7 +99,7 @@ def test_another_engine_with_equal_weights_teaches_the_same(learner):
 
 def test_an_engine_that_misses_an_update_is_noticed_and_corrected():
     agent = make_agent(ppo={"batch_size": 12, "learning_rate": 0.03})
-    agent.policy.sampler = OtherEngine(updates=False)
+    agent.sampler = OtherEngine(updates=False)
     first, second, *_ = learn(agent, updates=3)
     assert first["sampler_kl"] == pytest.approx(0, abs=1e-6)
     assert second["sampler_kl"] > 1e-3
@@ -111,7 +113,10 @@ def test_the_sampler_gets_each_version_of_the_weights():
     learn(agent, updates=2)
     agent.act("x")
     assert len(set(sampler.versions)) >= 3
-    assert sampler.versions == sorted(sampler.versions)
+    other = make_agent(ppo=OPTIONS, sampler=sampler)
+    other.act("x")
+    # Another agent's weights are others, even if as many updates made them.
+    assert sampler.versions[-1] not in sampler.versions[:-1]
 
 
 def test_choices_need_no_sampler():
@@ -132,9 +137,49 @@ def test_episodes_without_values_are_saved(tmp_path):
     assert episode.turns[0].reply.value is None
 
 
-def test_what_is_no_sampler_is_rejected():
+@pytest.mark.parametrize("sampler", ["http://127.0.0.1:8000", VLLMSampler, 5])
+def test_rejects_an_invalid_sampler(sampler):
     with pytest.raises(ConfigError, match="sampler"):
-        make_agent(sampler="http://127.0.0.1:8000")
+        make_agent(sampler=sampler)
+    agent = make_agent()
+    with pytest.raises(ConfigError, match="sampler"):
+        agent.sampler = sampler
+
+
+def test_a_server_may_end_its_address_with_v1():
+    assert VLLMSampler(["http://a:1/v1/", "http://b"]).urls == ["http://a:1", "http://b"]
+
+
+def test_a_sampler_can_be_replaced():
+    agent = make_agent(activated=False)
+    sampler = OtherEngine()
+    agent.sampler = sampler
+    agent.act("x")
+    assert sampler.versions
+    assert agent.sampler is sampler
+    agent.sampler = None
+    assert agent.policy.sampler is None
+
+
+def test_an_agent_that_is_not_made_leaves_the_model_as_it_was():
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError):
+        WordAgent(model, tiny_tokenizer("llama"), context=0, sampler=VLLMSampler("http://127.0.0.1:1"))
+    assert is_activated(model.pretrained_model)
+
+
+def test_preflight_checks_the_built_in_engine():
+    agent = make_agent(activated=False, sampler=VLLMSampler("http://127.0.0.1:1"))
+    assert agent.preflight().passed
+    assert isinstance(agent.sampler, VLLMSampler)
+
+
+def test_most_likely_replies_of_a_server_are_not_learned_from():
+    agent = make_agent(generate={"do_sample": False}, sampler=OtherEngine())
+    with pytest.raises(ConfigError, match="do_sample"):
+        agent.act("x")
+    agent.eval()
+    agent.act("x")
 
 
 def test_a_fresh_activated_lora_becomes_plain_for_vllm(caplog):
@@ -144,7 +189,7 @@ def test_a_fresh_activated_lora_becomes_plain_for_vllm(caplog):
     assert is_activated(expected.model.pretrained_model)
     assert not is_activated(agent.model.pretrained_model)
     assert "plain LoRA now" in caplog.text
-    agent.policy.sampler = None
+    agent.sampler = None
     # The first update changes all tokens' activations now; until then nothing has changed.
     assert agent.act("x") == expected.act("x")
 
@@ -154,8 +199,23 @@ def test_a_trained_activated_lora_is_rejected_by_vllm():
         make_agent(sampler=VLLMSampler("http://127.0.0.1:1"))
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "", [], [8000], "http://"])
-def test_what_is_no_address_is_rejected(url):
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000",
+        "ftp://host",
+        "",
+        [],
+        [8000],
+        "http://",
+        "http://[",
+        "http://a:b",
+        "http://u:p@h",
+        "http://h?q",
+        "http://h\n",
+    ],
+)
+def test_rejects_an_invalid_address(url):
     with pytest.raises(ConfigError, match="url"):
         VLLMSampler(url)
 
@@ -178,9 +238,19 @@ def test_replies_end_where_the_built_in_engine_ends_them(ids, logprobs, expected
 
 @pytest.mark.parametrize(
     ("ids", "logprobs"),
-    [([], []), ([5], []), ([5], [-math.inf]), ([5], [math.nan]), ([5], [0.5]), (["5"], [-1.0]), ([5], [None])],
+    [
+        ([], []),
+        ([5], []),
+        ([5], [-math.inf]),
+        ([5], [math.nan]),
+        ([5], [0.5]),
+        (["5"], [-1.0]),
+        ([5], [None]),
+        ([True], [-1.0]),
+        ([5], [-9999.0]),
+    ],
 )
-def test_replies_that_are_none_are_rejected(ids, logprobs):
+def test_rejects_malformed_replies(ids, logprobs):
     with pytest.raises((ValueError, TypeError)):
         as_text(ids, logprobs, 3, {2})
 
@@ -227,7 +297,7 @@ FAULTS = {
     "fails": (lambda handler: write(handler, 500, "out of memory"), "status 500.*out of memory"),
     "has lost the adapter": (lambda handler: write(handler, 404, "no such model"), "no such adapter"),
     "answers with text": (lambda handler: write(handler, 200, "hello"), "without the ids"),
-    "answers with broken JSON": (lambda handler: write(handler, 200, "{"), "no JSON"),
+    "answers with broken JSON": (lambda handler: write(handler, 200, "{"), "invalid JSON"),
     "answers without ids": (lambda handler: write(handler, 200, '{"choices": [{"text": "a"}]}'), "without the ids"),
     "answers with too few numbers": (
         lambda handler: write(handler, 200, completion([1, 2], [-1.0])),
@@ -238,18 +308,18 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_server_s_fault_is_named_and_undone(fault):
+def test_a_fault_of_a_server_is_named_and_undone(fault):
     answer, message = FAULTS[fault]
     with faulty_server(answer) as url:
         agent = make_agent(activated=False)
-        agent.policy.sampler = VLLMSampler(url, timeout_s=0.5)
+        agent.sampler = VLLMSampler(url, timeout_s=0.5)
         with pytest.raises(SamplerError, match=message):
             agent.act_batch(["a", "b"])
         assert not agent._collector.actor.conversations
     with pytest.raises(SamplerError, match="cannot be reached"):
         agent.act("a")
     # The built-in engine goes on from there.
-    agent.policy.sampler = None
+    agent.sampler = None
     assert isinstance(agent.act("a"), str)
 
 
@@ -262,12 +332,52 @@ def test_after_a_fault_the_adapter_is_sent_again():
     with faulty_server(answer) as url:
         sampler = VLLMSampler(url)
         agent = make_agent(activated=False)
-        agent.policy.sampler = sampler
+        agent.sampler = sampler
         for _ in range(2):
             with pytest.raises(SamplerError):
                 agent.act("a")
             loaded.append(sampler._adapter)
     assert loaded[0] != loaded[1]
+
+
+def test_ids_of_another_vocabulary_are_rejected():
+    with faulty_server(lambda handler: write(handler, 200, completion([10**6], [-1.0]))) as url:
+        agent = make_agent(activated=False, sampler=VLLMSampler(url))
+        with pytest.raises(SamplerError, match="base model"):
+            agent.act("a")
+
+
+def test_a_server_that_hangs_does_not_keep_python_from_ending():
+    code = """
+import sys, threading
+sys.path.insert(0, ".")
+from tests.policy.samplers.test_samplers import faulty_server, make_agent, VLLMSampler
+import time
+with faulty_server(lambda handler: time.sleep(100)) as url:
+    agent = make_agent(activated=False, sampler=VLLMSampler(url, timeout_s=90))
+    threading.Thread(target=agent.act, args=("a",), daemon=True).start()
+    time.sleep(3)
+    import os, signal
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=80)
+    assert time.monotonic() - started < 60
+
+
+def test_adapters_do_not_pile_up(tmp_path):
+    with faulty_server(lambda handler: write(handler, 200, completion([5, 6], [-1.0, -1.0]))) as url:
+        agent = make_agent(activated=False, ppo=OPTIONS, sampler=VLLMSampler(url, tmp_path))
+        learn(agent, 2)
+        agent.act("x")
+        assert len(list(tmp_path.iterdir())) == 1
+    # One of two servers is down: the new adapter is taken back.
+    with faulty_server(lambda handler: write(handler, 200, "Success")) as url:
+        agent = make_agent(activated=False, sampler=VLLMSampler([url, "http://127.0.0.1:1"], tmp_path / "other"))
+        for _ in range(2):
+            with pytest.raises(SamplerError, match="cannot be reached"):
+                agent.act("x")
+        assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_several_servers_share_the_requests():
@@ -282,7 +392,7 @@ def test_several_servers_share_the_requests():
 
     with faulty_server(counting(0)) as one, faulty_server(counting(1)) as other:
         agent = make_agent(activated=False)
-        agent.policy.sampler = VLLMSampler([one, other])
+        agent.sampler = VLLMSampler([one, other])
         agent.act_batch(list("abcdef"))
     assert counts == [3, 3]
 
@@ -296,7 +406,7 @@ def test_log_probabilities_before_the_temperature_are_rejected():
 
     with faulty_server(answer) as url:
         agent = make_agent(activated=False, generate={"temperature": 0.7})
-        agent.policy.sampler = VLLMSampler(url)
+        agent.sampler = VLLMSampler(url)
         with pytest.raises(SamplerError, match="processed_logprobs"):
             agent.act("a")
 
@@ -305,7 +415,7 @@ def test_a_model_without_adapter_is_rejected():
     agent = make_agent(activated=False)
     agent.model.pretrained_model = agent.model.pretrained_model.merge_and_unload()
     with pytest.raises(ConfigError, match="LoRA"):
-        VLLMSampler("http://127.0.0.1:1").set_weights(agent.model, 0)
+        VLLMSampler("http://127.0.0.1:1").set_weights(agent.model, "0")
 
 
 class CountWords(gym.Env):

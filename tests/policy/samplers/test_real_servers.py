@@ -151,7 +151,7 @@ def test_a_server_writes_what_the_engine_writes(server, trained):
             if "lora_B" in name:
                 weight.zero_()
     changed, _ = greedy(agent, states)
-    agent.policy.sampler = None
+    agent.sampler = None
     own, _ = greedy(agent, states)
     assert (changed == own).mean() >= 0.9
     assert (changed != expected).any()
