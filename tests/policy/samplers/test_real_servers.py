@@ -143,7 +143,8 @@ def test_a_server_writes_what_the_engine_writes(server, trained):
     agent.act_batch(states)
     agent.assign_rewards([float(index % 2) for index in range(50)])
     stats = agent.terminate_episodes(range(50), terminated=[True] * 50)
-    assert 0 < stats["sampler_kl"] < 0.05
+    # The two engines may agree up to rounding.
+    assert abs(stats["sampler_kl"]) < 0.05
     assert stats["optimizer_steps"] > 0
     with torch.no_grad():
         # Without the adapter, replies are no longer stick and hit.
