@@ -54,7 +54,9 @@ def test_a_reply_given_before_costs_nothing_until_the_weights_change():
     (again, twin), tokens = say(agent, ["x", "x"])
     assert tokens == 0
     assert again.ids == twin.ids == first.ids
-    assert again.logprobs == twin.logprobs == first.logprobs
+    assert again.logprobs == twin.logprobs
+    # Several threads split the sums of one row and of two in different ways.
+    assert again.logprobs == pytest.approx(first.logprobs, abs=LOGPROB_TOLERANCE)
     touch_weights(agent)
     _, tokens = say(agent, ["x"])
     assert tokens == len(first.ids)
