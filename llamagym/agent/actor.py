@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -66,13 +67,13 @@ class Actor:
         Raises:
             ConfigError: An option is out of range.
         """
-        if isinstance(context, int):
+        if isinstance(context, Integral):
+            context = int(context)
             if context < 1:
                 raise ConfigError(f"context={context}, but the number of earlier turns to show must be at least 1.")
         elif context not in ("episode", "turn"):
-            raise ConfigError(
-                f"context={context!r}. {did_you_mean(context, ['episode', 'turn'])} A number shows that many turns."
-            )
+            hint = did_you_mean(str(context), ["episode", "turn"])
+            raise ConfigError(f"context={context!r}. {hint} A number shows that many earlier turns.")
         check_text(response_prefix, "response_prefix")
         if not -math.inf < invalid_action_penalty <= 0:
             raise ConfigError(

@@ -447,8 +447,8 @@ class Agent(TextInterface):
         """Saves the adapter for llama.cpp, whose `llama-server` then answers as this agent.
 
         The folder holds `adapter.gguf`, `base.gguf` if the base is the embedded model, `server.ini` for a
-        `LlamaCppSampler`, and a README with the command.
-        An activated LoRA is written as one. Of several processes, the first writes.
+        `LlamaCppSampler`, and a README with the command. An activated LoRA is written as one. Of several processes, the
+        first writes.
 
         Args:
             folder: Folder to write, whole or not at all: new, empty, or one that this method wrote.

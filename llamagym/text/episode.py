@@ -296,7 +296,7 @@ class Conversation:
             reply_length = max(map(len, choice_ids))
         max_prompt_length = math.inf if self.max_length is None else self.max_length - reply_length
         shown_before = len(self.turns) - self.first_shown
-        visible_turns = int(min(shown_before, self._max_visible_turns))
+        visible_turns = min(shown_before, self._max_visible_turns)
         starts_context = visible_turns == 0 or visible_turns < shown_before
         if starts_context:
             ids = self._shortened_context(visible_turns, text, prefix_ids)
@@ -321,11 +321,11 @@ class Conversation:
         return self.current_segment()
 
     @property
-    def _max_visible_turns(self) -> float:
+    def _max_visible_turns(self) -> int:
         """Maximum number of turns that a prompt shows before the current observation."""
         if isinstance(self.context, int):
             return self.context
-        return 0 if self.context == "turn" else math.inf
+        return 0 if self.context == "turn" else len(self.turns)
 
     def _encode_choices(self, choices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         _check_choices(choices, choices)

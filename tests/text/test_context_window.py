@@ -7,6 +7,7 @@ import json
 import random
 import re
 
+import numpy as np
 import pytest
 
 from llamagym import ConfigError
@@ -169,9 +170,13 @@ def test_a_number_of_turns_that_does_not_fit_is_shortened(template):
 
 
 @pytest.mark.parametrize("context", [0, -1, True, 1.5, "turns", None])
-def test_what_is_no_context_is_rejected(context):
+def test_rejects_an_invalid_context(context):
     with pytest.raises(ConfigError, match="context"):
         make_agent(context=context)
+
+
+def test_a_number_of_numpy_is_a_number_of_turns():
+    assert actor_of(make_agent(context=np.int64(2))).context == 2
 
 
 @pytest.mark.parametrize("activated", [True, False])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import distributed
 from ...errors import ConfigError, SamplerError
@@ -27,6 +27,18 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.02
 
 
+class _Status(NamedTuple):
+    """A server's report on its model.
+
+    Attributes:
+        value: "unloaded", "loading" or "loaded", among others.
+        has_failed: Whether the last attempt to load it failed, as long as it is unloaded.
+    """
+
+    value: str
+    has_failed: bool
+
+
 class LlamaCppSampler(ServerSampler):
     """Samples replies in free text by llama.cpp's `llama-server`, plain or activated LoRA.
 
@@ -39,6 +51,7 @@ class LlamaCppSampler(ServerSampler):
     """
 
     activates_lora = True
+    _path = "/completion"
 
     @explains_wrong_calls(positional=3)
     def __init__(
@@ -101,17 +114,16 @@ class LlamaCppSampler(ServerSampler):
         return None
 
     def _send_adapter(self, model: AutoModelForCausalLMWithValueHead) -> None:
-        handle, scratch = tempfile.mkstemp(dir=self._folder, prefix=".llamagym-", suffix=".gguf")
-        os.close(handle)
+        adapter = self._folder / GGUF_ADAPTER
+        scratch = self._folder / f".llamagym-{uuid.uuid4().hex}.gguf"
         try:
-            write_gguf_adapter(model, Path(scratch))
-            keep_mode(self._folder / GGUF_ADAPTER, Path(scratch))
-            os.replace(scratch, self._folder / GGUF_ADAPTER)
-        except BaseException:
-            os.unlink(scratch)
-            raise
+            write_gguf_adapter(model, scratch)
+            keep_mode(adapter, scratch)
+            scratch.replace(adapter)
+        finally:
+            scratch.unlink(missing_ok=True)
         for url in self.urls:
-            if self._status(url)["value"] not in ("unloaded", "failed"):
+            if self._status(url).value != "unloaded":
                 self._post(url, "/models/unload", {"model": GGUF_MODEL})
                 self._wait_until(url, "unloaded")
             self._post(url, "/models/load", {"model": GGUF_MODEL})
@@ -119,12 +131,12 @@ class LlamaCppSampler(ServerSampler):
             self._wait_until(url, "loaded")
         self._written = self._file_state()
 
-    def _status(self, url: str) -> dict[str, Any]:
-        """Returns a server's report on the model; its value is "unloaded", "loading" or "loaded", among others."""
+    def _status(self, url: str) -> _Status:
+        """Returns a server's report on the model."""
         answer = self._post(url, "/models", None)
         try:
             (status,) = (model["status"] for model in answer["data"] if model["id"] == GGUF_MODEL)
-            return {"value": str(status["value"]), "failed": bool(status.get("failed"))}
+            return _Status(status["value"], bool(status.get("failed")))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SamplerError(
                 f"{url} does not serve the model {GGUF_MODEL!r} by a preset. Start it in {str(self._folder)!r}: "
@@ -136,9 +148,9 @@ class LlamaCppSampler(ServerSampler):
         deadline = time.monotonic() + self._timeout_s
         while True:
             status = self._status(url)
-            if status["value"] == wanted:
+            if status.value == wanted:
                 return
-            if status["failed"] and wanted == "loaded":
+            if status.has_failed and wanted == "loaded":
                 raise SamplerError(
                     f"{url} could not load the adapter in {str(self._folder)!r}. Look at the server's log; if the "
                     "folder was written again by save_gguf, start the server again."
@@ -150,10 +162,8 @@ class LlamaCppSampler(ServerSampler):
                 )
             time.sleep(_POLL_S)
 
-    def _request(
-        self, ids: Sequence[int], config: GenerationConfig, eos_ids: AbstractSet[int]
-    ) -> tuple[str, dict[str, Any]]:
-        return "/completion", {
+    def _body(self, ids: Sequence[int], config: GenerationConfig, eos_ids: AbstractSet[int]) -> dict[str, Any]:
+        return {
             "model": GGUF_MODEL,
             "prompt": list(ids),
             "n_predict": config.max_new_tokens,
@@ -173,6 +183,6 @@ class LlamaCppSampler(ServerSampler):
         return answer["tokens"], logprobs
 
     def _advice(self, path: str, status: int) -> str:
-        if path == "/completion":
+        if path == self._path:
             return "Look at the server's log; a context may be longer than its --ctx-size, divided by --parallel."
         return "Look at the server's log."

@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from http.client import HTTPException
 from itertools import cycle
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
@@ -41,6 +41,15 @@ Call = tuple[str, str, dict[str, Any]]
 """Address of a server, path and body of a request."""
 
 
+class RejectedError(SamplerError):
+    """A server answered with an error; `status` is its HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        """Creates the error."""
+        super().__init__(message)
+        self.status = status
+
+
 class ServerSampler(ABC):
     """A sampler that sends one request per prompt, in turn to each server.
 
@@ -49,6 +58,8 @@ class ServerSampler(ABC):
     """
 
     activates_lora = False
+    # The path of requests for replies.
+    _path: ClassVar[str]
 
     def __init__(self, url: str | Sequence[str], timeout_s: float, max_requests: int, api_key: str | None) -> None:
         """Creates the sampler; the first reply connects.
@@ -64,8 +75,9 @@ class ServerSampler(ABC):
         """
         urls = [url] if isinstance(url, str) else list(url)
         if not urls or not all(map(_is_address, urls)):
-            shown = "an address with a password" if "@" in str(url) else f"url={excerpt(url)}"
-            raise ConfigError(f"url: {shown} is not the address of a server. Pass one like 'http://127.0.0.1:8000'.")
+            # It may contain a password.
+            shown = "..." if "@" in str(url) else excerpt(url)
+            raise ConfigError(f"url={shown} is not the address of a server. Pass one like 'http://127.0.0.1:8000'.")
         if not 0 < timeout_s <= _LONGEST_S:
             raise ConfigError(f"timeout_s={excerpt(timeout_s)} is not between 0 and {_LONGEST_S:g} seconds.")
         if not 1 <= max_requests <= _MOST_REQUESTS:
@@ -74,6 +86,7 @@ class ServerSampler(ABC):
             raise ConfigError("api_key is empty, or has characters that a header cannot have. Pass None for no key.")
         # The paths of requests contain /v1, as the addresses of OpenAI's clients do.
         self.urls = [each.rstrip("/").removesuffix("/v1") for each in urls]
+        self._openers = {each: _opener(each) for each in self.urls}
         self._timeout_s = timeout_s
         self._max_requests = max_requests
         self._headers = {"Content-Type": "application/json"}
@@ -110,10 +123,8 @@ class ServerSampler(ABC):
         """Makes all servers use the model's adapter."""
 
     @abstractmethod
-    def _request(
-        self, ids: Sequence[int], config: GenerationConfig, eos_ids: AbstractSet[int]
-    ) -> tuple[str, dict[str, Any]]:
-        """Returns the path and the body of the request for one reply."""
+    def _body(self, ids: Sequence[int], config: GenerationConfig, eos_ids: AbstractSet[int]) -> dict[str, Any]:
+        """Returns the body of the request for one reply."""
 
     @abstractmethod
     def _tokens(self, answer: Any) -> tuple[list[int], list[float]]:
@@ -135,9 +146,9 @@ class ServerSampler(ABC):
         weights_id = self._weights_id
         self._weights_id = None
         self._check_servers(prompts[0], config, eos_ids)
-        requests = [(url, *self._request(ids, config, eos_ids)) for url, ids in zip(cycle(self.urls), prompts)]
+        requests = [(url, self._path, self._body(ids, config, eos_ids)) for url, ids in zip(cycle(self.urls), prompts)]
         texts = []
-        for (url, *_), answer in zip(requests, self._post_all(requests), strict=True):
+        for (url, _, _), answer in zip(requests, self._post_all(requests), strict=True):
             try:
                 written, logprobs = self._tokens(answer)
                 texts.append(as_text(written, logprobs, config.max_new_tokens, eos_ids))
@@ -201,7 +212,7 @@ class ServerSampler(ABC):
         data = None if body is None else json.dumps(body).encode()
         request = Request(url + path, data, self._headers)
         try:
-            with _opener(url).open(request, timeout=self._timeout_s) as answer:
+            with self._openers[url].open(request, timeout=self._timeout_s) as answer:
                 content = answer.read()
         except HTTPError as error:
             self._raise_rejected(request, path, error)
@@ -226,8 +237,9 @@ class ServerSampler(ABC):
             answer = error.read().decode(errors="replace")
         except (OSError, HTTPException):
             answer = ""
-        raise SamplerError(
-            f"{request.full_url} answered with status {error.code}: {answer[:500]!r}. {self._advice(path, error.code)}"
+        raise RejectedError(
+            error.code,
+            f"{request.full_url} answered with status {error.code}: {answer[:500]!r}. {self._advice(path, error.code)}",
         ) from error
 
     def _advice(self, path: str, status: int) -> str:
@@ -248,7 +260,7 @@ def _is_address(url: object) -> bool:
 
 
 def _opener(url: str) -> OpenerDirector:
-    """Opens addresses through the environment's proxy, which does not reach servers on this machine."""
+    """Opens an address: through the environment's proxy, except for servers on this machine."""
     host = urlsplit(url).hostname or ""
     is_here = host in ("localhost", "::1") or host.startswith("127.")
     return build_opener(ProxyHandler({})) if is_here else build_opener()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from ...models.registry import GenerationConfig
 from ...models.value_head import AutoModelForCausalLMWithValueHead
 from ...options import check_arguments, explains_wrong_calls, user_path
 from ...saving.file_operations import delete_folder
-from .server import ServerSampler
+from .server import RejectedError, ServerSampler
 
 
 class VLLMSampler(ServerSampler):
     """Samples replies in free text by vLLM servers of the base model, which may run on other machines.
 
-    Start each server (vLLM 0.11 or later) with
+    Start each server (tried with vLLM 0.32) with
 
         VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve BASE --enable-lora --max-lora-rank 32 \
             --logprobs-mode processed_logprobs
@@ -36,6 +37,8 @@ class VLLMSampler(ServerSampler):
     agent, and each of several processes, has an adapter of its own (`--max-loras`); the last one stays loaded. vLLM has
     no activated LoRA: the agent converts a fresh one to a plain one.
     """
+
+    _path = "/v1/completions"
 
     @explains_wrong_calls(positional=3)
     def __init__(
@@ -109,9 +112,9 @@ class VLLMSampler(ServerSampler):
         for url in urls:
             try:
                 self._post(url, "/v1/unload_lora_adapter", {"lora_name": name})
-            except SamplerError as error:
+            except RejectedError as error:
                 # A server that was restarted has forgotten it.
-                if "status 404" not in str(error):
+                if error.status != HTTPStatus.NOT_FOUND:
                     raise
 
     def _check_servers(self, ids: Sequence[int], config: GenerationConfig, eos_ids: AbstractSet[int]) -> None:
@@ -125,8 +128,8 @@ class VLLMSampler(ServerSampler):
             gaps = []
             for temperature in (1.0, 0.5):
                 probe = replace(config, temperature=temperature, top_p=1.0, top_k=0)
-                path, body = self._request(ids, probe, eos_ids)
-                answer = self._post(url, path, body | {"max_tokens": 1, "logprobs": 2})
+                body = self._body(ids, probe, eos_ids) | {"max_tokens": 1, "logprobs": 2}
+                answer = self._post(url, self._path, body)
                 try:
                     (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
                     best, second, *_ = sorted(top.values(), reverse=True)
@@ -140,10 +143,8 @@ class VLLMSampler(ServerSampler):
                 )
         self._has_checked_logprobs = True
 
-    def _request(
-        self, ids: Sequence[int], config: GenerationConfig, eos_ids: AbstractSet[int]
-    ) -> tuple[str, dict[str, Any]]:
-        return "/v1/completions", {
+    def _body(self, ids: Sequence[int], config: GenerationConfig, eos_ids: AbstractSet[int]) -> dict[str, Any]:
+        return {
             "model": self._adapter,
             "prompt": list(ids),
             "max_tokens": config.max_new_tokens,
@@ -167,12 +168,12 @@ class VLLMSampler(ServerSampler):
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def _advice(self, path: str, status: int) -> str:
-        if path == "/v1/completions" and status == 404:
+        if path == self._path and status == HTTPStatus.NOT_FOUND:
             return (
                 "The server has no such adapter, since it was restarted. Act again, or continue the run with "
                 "resume=True; the adapter is sent again."
             )
-        if status == 404:
+        if status == HTTPStatus.NOT_FOUND:
             return "Start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
         return "Look at the server's log; an adapter may have a larger rank than --max-lora-rank."
 

@@ -1,4 +1,4 @@
-"""Real servers write what the built-in engine writes; one that is killed is noticed, and its successor goes on."""
+"""Real servers write what the built-in engine writes; one that is killed is noticed, and used again when restarted."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_server_writes_what_the_engine_writes(server, trained):
     assert (changed != expected).any()
 
 
-def test_a_killed_server_is_noticed_and_its_successor_goes_on(server, trained):
+def test_a_killed_server_is_noticed_and_used_again_when_restarted(server, trained):
     agent = agent_on(trained, sampler=server.sampler())
     agent.train()
     states = STATES[:8]
