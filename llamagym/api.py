@@ -35,6 +35,7 @@ from .models.value_head import AutoModelForCausalLMWithValueHead
 from .policy.sampler import Sampler
 from .policy.samplers import LlamaCppSampler, VLLMSampler
 from .policy.sampling import SampledText
+from .serving import ChatAgent, serve
 from .text.demonstrations import demonstrations_path
 from .text.episode import Prompt, Reply, Turn
 from .text.parsing import find_json, parse_choice
@@ -64,6 +65,7 @@ __all__ = [
     "Agent",
     "AutoModelForCausalLMWithValueHead",
     "Callback",
+    "ChatAgent",
     "ChatTemplateError",
     "Check",
     "CheckpointError",
@@ -113,6 +115,7 @@ __all__ = [
     "name_actions",
     "parse_action",
     "parse_choice",
+    "serve",
     "side_by_side",
     "train",
     "write_report",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..models.lock import with_model_lock
 from ..options import as_number
 from ..policy.policy import Policy
 from ..text.arguments import as_infos, as_list, check_flags, environment_ids, per_env, plain_keys
+from ..text.chat_template import Message
 from ..text.episode import Conversation, Episode, commonest_reply, from_process
 from ..text.records import IdTable, episode_from, episode_record
 from .actor import Actor
@@ -117,7 +119,8 @@ class Collector:
                 raise EpisodeError(
                     f"Reward {excerpt(reward)} for environment {env_id!r} follows no action. Call act() first."
                 )
-            check_reward(reward, turn, actor.conversation(env_id), env_id)
+            conversation = actor.conversation(env_id)
+            check_reward(reward, turn, conversation.turns, conversation.learned_turns, f"environment {env_id!r}")
         for reward, env_id, turn in zip(as_given, ids, turn_of, strict=True):
             actor.conversation(env_id).reward(as_number(reward), int(turn))
 
@@ -159,17 +162,37 @@ class Collector:
                 "go on learning, or agent.eval() to silence this warning."
             )
         if is_recorded:
-            with self._buffer_restored_on_error(), actor.undone_on_error(ids):
-                conversations, own = self._ended(ids, was_truncated, finals, last_infos, group_of)
-                finished = episodes_of_all_ranks(actor.policy, own)
-                self.buffer += finished
-                # With several processes, `finished` holds copies of `own`.
-                mine = [episode for episode in finished if episode.rank == distributed.rank()]
-                for conversation, episode in zip(conversations, mine, strict=True):
-                    self._sample.add(episode, conversation.messages)
-                stats = self._update_if_full(set(ids))
+            with actor.undone_on_error(ids):
+                conversations, episodes = self._ended(ids, was_truncated, finals, last_infos, group_of)
+                messages = [conversation.messages for conversation in conversations]
+                stats = self.learn_from(episodes, messages, set(ids))
         actor.discard_episodes(ids)
         return stats
+
+    def learn_from(
+        self,
+        episodes: Sequence[Episode],
+        messages: Sequence[Sequence[Message]],
+        env_ids: AbstractSet[Hashable] = frozenset(),
+    ) -> Stats:
+        """Adds this process's finished episodes to the buffer, and updates if that fills a batch.
+
+        Args:
+            episodes: The episodes.
+            messages: The messages of each: one of the user and one of the assistant for each turn, beside the system's.
+            env_ids: The environments that they ended in.
+
+        Returns:
+            Statistics of the update; empty if none ran. After an error the buffer is as it was.
+        """
+        with self._buffer_restored_on_error():
+            finished = episodes_of_all_ranks(self.actor.policy, list(episodes))
+            self.buffer += finished
+            # With several processes, `finished` holds copies of this one's.
+            own = [episode for episode in finished if episode.rank == distributed.rank()]
+            for episode, own_messages in zip(own, messages, strict=True):
+                self._sample.add(episode, own_messages)
+            return self._update_if_full(env_ids)
 
     @contextmanager
     def _buffer_restored_on_error(self) -> Iterator[None]:
@@ -227,7 +250,7 @@ class Collector:
         finally:
             self._usable_unfinished = ()
 
-    def _unfinished(self, ended: set[Hashable]) -> list[tuple[Conversation, Episode]]:
+    def _unfinished(self, ended: AbstractSet[Hashable]) -> list[tuple[Conversation, Episode]]:
         """Returns the conversations under way that a batch may use, each with its turns so far as an episode."""
         pairs = []
         for env_id in self._usable_unfinished:
@@ -241,7 +264,7 @@ class Collector:
                 pairs.append((conversation, episode))
         return pairs
 
-    def _update_if_full(self, ended: set[Hashable]) -> Stats:
+    def _update_if_full(self, ended: AbstractSet[Hashable]) -> Stats:
         """Runs one update if the buffer fills a batch.
 
         Args:

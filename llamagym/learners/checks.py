@@ -17,7 +17,7 @@ from ..errors import ConfigError, EpisodeError, excerpt
 from ..models.lock import language_model_of
 from ..models.value_head import AutoModelForCausalLMWithValueHead
 from ..options import as_number
-from ..text.episode import Conversation, Episode
+from ..text.episode import Episode, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -60,41 +60,39 @@ def check_episodes(episodes: Sequence[Episode]) -> None:
         )
 
 
-def check_reward(reward: float, turn: int, conversation: Conversation, env_id: Hashable) -> None:
+def check_reward(reward: float, turn: int, turns: Sequence[Turn], learned_turns: int, owner: str) -> None:
     """Rejects a reward for a missing or already trained turn, or one that is not a finite number.
 
     Args:
         reward: The reward to add to the action's.
         turn: Index of the action's turn; negative numbers count from the end.
-        conversation: The environment's conversation, with at least one turn.
-        env_id: Id of the environment.
+        turns: The turns of the episode so far, at least one.
+        learned_turns: Number of leading turns that updates have learned from.
+        owner: Environment or episode that the reward is for, in words.
 
     Raises:
         EpisodeError: The turn or the reward is invalid.
     """
-    count = len(conversation.turns)
+    count = len(turns)
     is_integer = isinstance(turn, Integral) and not isinstance(turn, bool)
     if not is_integer or not -count <= turn < count:
         raise EpisodeError(
-            f"Reward {excerpt(reward)} is for turn {excerpt(turn)} of environment {env_id!r}, whose episode has "
-            f"{count} turns. Pass a whole number from {-count} to {count - 1}; rewards of an episode that has ended "
-            "cannot be changed."
+            f"Reward {excerpt(reward)} is for turn {excerpt(turn)} of {owner}, which has {count} turns so far. Pass a "
+            f"whole number from {-count} to {count - 1}; rewards of an episode that has ended cannot be changed."
         )
-    if turn % count < conversation.learned_turns:
+    if turn % count < learned_turns:
         raise EpisodeError(
-            f"Reward {excerpt(reward)} for turn {turn} of environment {env_id!r} comes too late: its first "
-            f"{conversation.learned_turns} turns have been learned from. Pass a judge to train(), which then "
+            f"Reward {excerpt(reward)} for turn {turn} of {owner} comes too late: its first "
+            f"{learned_turns} turns have been learned from. Pass a judge to train(), which then "
             "learns from whole episodes."
         )
     number = as_number(reward)
     if not math.isfinite(number):
-        raise EpisodeError(
-            f"Reward {excerpt(reward)} for environment {env_id!r} is not a finite number. Check the environment."
-        )
-    total = conversation.turns[int(turn)].reward + number
+        raise EpisodeError(f"Reward {excerpt(reward)} for {owner} is not a finite number. Check the environment.")
+    total = turns[int(turn)].reward + number
     if not abs(total) < _MAX_REWARD:
         raise EpisodeError(
-            f"Reward {excerpt(reward)} for environment {env_id!r} brings the sum of its action's rewards to "
+            f"Reward {excerpt(reward)} for {owner} brings the sum of its action's rewards to "
             f"{total:.3g}, and float32 cannot learn from {_MAX_REWARD:.0e} or more. Scale the rewards."
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,11 @@ from .choices import ReadPlan, branch_logprobs, choice_logprobs, entropy_from_lo
 def numbered(contexts: Sequence[Segment]) -> list[Segment]:
     """Contexts with pending prompts as the rows of one batch, for `TreeCache`."""
     return [Segment(context.turns, context.pending, row, context.rank) for row, context in enumerate(contexts)]
+
+
+Weights = Literal["policy", "reference", "base"]
+"""Weights of a forward pass: the policy's; the reference's, which `init_kl_coef` penalizes the distance to; or the base
+model's without adapter, which choices are calibrated on."""
 
 
 class TreeCache:

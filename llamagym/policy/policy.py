@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ from .evaluation import (
     Evaluation,
     Reading,
     TreeCache,
+    Weights,
     check_context_lengths,
     chunks,
     evaluate_turns,
@@ -57,7 +58,7 @@ from .evaluation import (
     read_reference,
 )
 from .sampler import Sampler, check_sampler, sample_checked
-from .sampling import SampledText, draw_choices, require_finite, write_replies
+from .sampling import SampledText, Watcher, draw_choices, require_finite, watched, write_replies
 from .workspace import ChoiceCache, ScoredChoices, Workspace
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,6 @@ NOT_PICKLED = (
     "Use copy.deepcopy(agent) for another agent in this process, and agent.save(folder) with load(folder), or "
     "save_checkpoint, for another process."
 )
-
-
-Weights = Literal["policy", "reference", "base"]
-"""Weights of a forward pass: the policy's; the reference's, which `init_kl_coef` penalizes the distance to; or the base
-model's without adapter, which choices are calibrated on."""
 
 
 class Policy:
@@ -134,7 +130,7 @@ class Policy:
         # For acting that is not learned from; None until it is needed.
         self._eval_workspace: Workspace | None = None
         self.rng = torch.Generator()
-        self.seed(seed)
+        self.rng.manual_seed(self.rng.seed() if seed is None else int(seed))
 
     @with_model_lock
     def __deepcopy__(self, memo: dict[int, Any]) -> Policy:
@@ -305,10 +301,6 @@ class Policy:
         head = self.model.v_head
         return bool(head.summary.weight.any() or head.feature_mean.any())
 
-    def seed(self, seed: int | None) -> None:
-        """Restarts the random numbers of sampling."""
-        self.rng.manual_seed(self.rng.seed() if seed is None else int(seed))
-
     def fix_reference(self) -> None:
         """Makes the current policy the reference, unless one is set.
 
@@ -381,7 +373,7 @@ class Policy:
         offers = self._score_choices(choice_trees)
         # `_score_choices` has noticed changes of the weights.
         version = self._version
-        for row, text in zip(text_rows, self._write(text_trees, config, learning), strict=True):
+        for row, text in zip(text_rows, self.write(text_trees, config, learning), strict=True):
             replies[row] = Reply(text.ids, text.logprobs, text.value, text.finish_reason, None, version)
         drawn = draw_choices([offer for offer, _ in offers], greedy, self.rng)
         for row, (offer, value), index in zip(choice_rows, offers, drawn, strict=True):
@@ -390,18 +382,29 @@ class Policy:
             replies[row] = Reply(ids, (logprobs[index],), value, "choice", index, version, logprobs)
         return [replies[row] for row in range(len(contexts))]
 
-    def _write(self, trees: Sequence[TokenTree], config: GenerationConfig, learning: bool) -> list[SampledText]:
-        """Samples replies in free text, by the sampler if there is one."""
+    @with_model_lock
+    def write(
+        self, trees: Sequence[TokenTree], config: GenerationConfig, learning: bool, watchers: Sequence[Watcher] = ()
+    ) -> list[SampledText]:
+        """Samples replies in free text, by the sampler if there is one.
+
+        Args:
+            trees: Contexts that fit the model with a reply of `config.max_new_tokens`.
+            config: Options of sampling.
+            learning: Whether replies will be learned from.
+            watchers: None, or one per context. A sampler's replies are shown to them complete.
+        """
         if not trees:
             return []
+        model = self.model
         if self._sampler is None:
             drafter = self.workspaces[-1].drafter
-            return write_replies(self.backbone, self.model.v_head, trees, config, self.eos_ids, self.rng, drafter)
-        self._sampler.set_weights(self.model, self._weights_id)
+            return write_replies(self.backbone, model.v_head, trees, config, self.eos_ids, self.rng, drafter, watchers)
+        self._sampler.set_weights(model, self._weights_id)
         prompts = [tree.prompt_ids for tree in trees]
-        return sample_checked(
-            self._sampler, prompts, config, self.eos_ids, self.rng, self.backbone.transformer.vocabulary, learning
-        )
+        vocabulary = self.backbone.transformer.vocabulary
+        texts = sample_checked(self._sampler, prompts, config, self.eos_ids, self.rng, vocabulary, learning)
+        return watched(texts, watchers)
 
     @with_model_lock
     def evaluate(self, segments: Sequence[Segment], reference: bool = False) -> Evaluation:
@@ -438,16 +441,11 @@ class Policy:
             reading = self._read(chunk)
             values |= dict(zip(chunk, reading.values.float().cpu(), strict=True))
             features |= dict(zip(chunk, reading.features.float().cpu(), strict=True))
-        width = self.model.v_head.summary.in_features
+        if not trees:
+            return CriticReading(torch.zeros(0), torch.zeros(0, self.model.v_head.summary.in_features))
         return CriticReading(
-            torch.stack([values[tree] for tree in trees]) if trees else torch.zeros(0),
-            torch.stack([features[tree] for tree in trees]) if trees else torch.zeros(0, width),
+            torch.stack([values[tree] for tree in trees]), torch.stack([features[tree] for tree in trees])
         )
-
-    def values(self, contexts: Sequence[Segment]) -> list[float]:
-        """The critic's estimate at each context's pending prompt, in reward units."""
-        values: list[float] = self.read_critic(contexts).values.tolist()
-        return values
 
     @with_model_lock
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,6 +54,11 @@ def require_finite(outputs: Tensor) -> None:
         )
 
 
+Watcher = Callable[[tuple[int, ...]], int | None]
+"""Receives the tokens of a reply whenever it has grown, and returns how many to keep if the reply must end, else
+None."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledText:
     """A sampled text.
@@ -69,6 +74,19 @@ class SampledText:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     value: float | None = None
+
+
+def watched(texts: Sequence[SampledText], watchers: Sequence[Watcher]) -> list[SampledText]:
+    """Returns complete texts as their watchers end them; without watchers, as they are."""
+    if not watchers:
+        return list(texts)
+    ended: list[SampledText] = []
+    for text, watcher in zip(texts, watchers, strict=True):
+        kept = watcher(text.ids)
+        if kept is not None and kept < len(text.ids):
+            text = replace(text, ids=text.ids[:kept], logprobs=text.logprobs[:kept], finish_reason="stop")
+        ended.append(text)
+    return ended
 
 
 def draw(weights: Tensor, rng: torch.Generator) -> Tensor:
@@ -132,6 +150,7 @@ def write_replies(
     eos_ids: AbstractSet[int],
     rng: torch.Generator,
     drafter: Drafter,
+    watchers: Sequence[Watcher] = (),
 ) -> list[SampledText]:
     """Samples a reply to each context, as many at once as memory allows, and values the context in the same pass.
 
@@ -143,6 +162,7 @@ def write_replies(
         eos_ids: All ids that end a reply.
         rng: Random numbers.
         drafter: Guesses of next tokens; remembers the replies.
+        watchers: None, or one per context.
     """
     transformer = backbone.transformer
     spare = config.max_new_tokens + spare_columns(config.draft_limit)
@@ -151,7 +171,8 @@ def write_replies(
     for rows in chunks(trees, lengths, _DECODE_BYTES // transformer.token_bytes, equal_once=False):
         chunk = [trees[row] for row in rows]
         with transformer.ready():
-            features, written = write_text(backbone, chunk, config, eos_ids, rng, drafter)
+            chunk_watchers = [watchers[row] for row in rows] if watchers else ()
+            features, written = write_text(backbone, chunk, config, eos_ids, rng, drafter, chunk_watchers)
         values = v_head(features).squeeze(-1).tolist()
         for row, text, value in zip(rows, written, values, strict=True):
             texts[row] = replace(text, value=value)
@@ -166,6 +187,7 @@ def write_text(
     eos_ids: AbstractSet[int],
     rng: torch.Generator,
     drafter: Drafter,
+    watchers: Sequence[Watcher] = (),
 ) -> tuple[Tensor, list[SampledText]]:
     """Samples a reply to each context.
 
@@ -179,6 +201,7 @@ def write_text(
         eos_ids: All ids that end a reply.
         rng: Random numbers.
         drafter: Guesses of next tokens; remembers the replies.
+        watchers: None, or one per context.
 
     Returns:
         The hidden state of each context's last token, float (B, H), and the texts.
@@ -192,6 +215,8 @@ def write_text(
     if config.do_sample:
         uniforms = torch.rand(uniforms.shape, generator=rng)
     texts = [_GrowingText(tree, numbers) for tree, numbers in zip(trees, uniforms, strict=True)]
+    for text, watcher in zip(texts, watchers, strict=False):
+        text.watcher = watcher
     contexts: dict[TokenTree, DraftContext] = {}
     if max_draft_tokens:
         for tree in trees:
@@ -241,13 +266,15 @@ class _GrowingText:
         ids: The tokens so far.
         logprobs: Their log-probabilities.
         finish_reason: Why it ended; None as long as it continues.
+        watcher: Its watcher, if it has one.
     """
 
-    __slots__ = ("finish_reason", "ids", "logprobs", "tree", "uniforms")
+    __slots__ = ("finish_reason", "ids", "logprobs", "tree", "uniforms", "watcher")
 
     def __init__(self, tree: TokenTree, uniforms: Tensor) -> None:
         self.tree = tree
         self.uniforms = uniforms
+        self.watcher: Watcher | None = None
         self.ids: tuple[int, ...] = ()
         self.logprobs: tuple[float, ...] = ()
         self.finish_reason: FinishReason | None = None
@@ -280,6 +307,12 @@ class _GrowingText:
                 break
         self.ids += tuple(tokens[:count])
         self.logprobs += tuple(logprobs[:count])
+        kept = None if self.watcher is None else self.watcher(self.ids)
+        # A watcher's limit may coincide with the end of the text.
+        if kept is not None and (kept < len(self.ids) or self.finish_reason is None):
+            self.ids = self.ids[:kept]
+            self.logprobs = self.logprobs[:kept]
+            self.finish_reason = "stop"
 
 
 def _draw_positions(

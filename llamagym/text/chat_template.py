@@ -63,7 +63,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._text = PlainText(tokenizer)
         self.has_system_role = self._probe_system_role()
-        if _USER not in self._render(self.first_messages(_SYSTEM, _USER)):
+        if _USER not in self.render(self.first_messages(_SYSTEM, _USER)):
             raise ChatTemplateError(
                 f"The chat template of {tokenizer.name_or_path!r} drops the user's message, so no observation would "
                 "reach the model. Set another tokenizer.chat_template."
@@ -110,7 +110,7 @@ class ChatTemplate:
     def closing_token(self) -> int | None:
         """Returns the id that the template puts after a reply, or None."""
         reply = {"role": "assistant", "content": _REPLY}
-        _, found, after = self._render([*self.first_messages(_SYSTEM, _USER), reply]).rpartition(_REPLY)
+        _, found, after = self.render([*self.first_messages(_SYSTEM, _USER), reply]).rpartition(_REPLY)
         if not found:
             return None
         # The template's own text contains control tokens, so it is not encoded as plain text.
@@ -122,26 +122,20 @@ class ChatTemplate:
         return list(self._cached_encode(text))
 
     def _render_first_prompt(self, system: str, user: str) -> tuple[int, ...]:
-        return self._text.encode_rendered([system, user], lambda texts: self._render(self.first_messages(*texts)))
+        return self._text.encode_rendered([system, user], lambda texts: self.render(self.first_messages(*texts)))
 
     def _render_next_prompt(self, system: str, user: str, sampled_end: int | None) -> tuple[int, ...]:
         def render(texts: Sequence[str]) -> str:
             text = self._delta(texts[0], texts[1])
             if sampled_end is None:
                 return text
-            return _remove_end_token(text, str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
+            return remove_end_token(text, str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
 
         return self._text.encode_rendered([system, user], render)
 
     def _shared_prefix(self, system: str) -> list[int]:
         """Returns the ids that first prompts with different observations have in common."""
-        first = self.first_prompt(system, "a")
-        second = self.first_prompt(system, "0")
-        for index, (id_in_first, id_in_second) in enumerate(zip(first, second, strict=False)):
-            if id_in_first != id_in_second:
-                return first[:index]
-        # A tokenizer may know neither letter; then the prompts do not show where the observation begins.
-        return []
+        return common_prefix(self.first_prompt(system, "a"), self.first_prompt(system, "0"))
 
     def first_messages(self, system: str, user: str) -> list[Message]:
         """Returns the messages of a new conversation; without a system role, the user's includes the system prompt."""
@@ -151,11 +145,24 @@ class ChatTemplate:
             return [{"role": "system", "content": system}, {"role": "user", "content": user}]
         return [{"role": "user", "content": f"{system}\n\n{user}"}]
 
-    def _render(self, messages: list[Message]) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
+        """Returns the template's text for messages and the beginning of a reply.
+
+        Args:
+            messages: Chat messages in the format of transformers.
+            tools: Descriptions of the tools that the reply may call.
+
+        Raises:
+            ChatTemplateError: The template fails.
+        """
         # Hybrid thinking models would spend the whole reply on thinking; templates without the switch ignore it.
         try:
             rendered: Any = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=False,
             )
         except Exception as error:  # a template is a program and may raise anything
             raise ChatTemplateError(
@@ -184,7 +191,7 @@ class ChatTemplate:
             {"role": "assistant", "content": reply},
             {"role": "user", "content": user},
         ]
-        _, *after = self._render(messages).split(reply)
+        _, *after = self.render(messages).split(reply)
         if len(after) != 1:
             problem = "repeats" if after else "drops or changes"
             raise ChatTemplateError(
@@ -196,7 +203,7 @@ class ChatTemplate:
 
     def _probe_system_role(self) -> bool:
         try:
-            rendered = self._render([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}])
+            rendered = self.render([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _USER}])
         except ChatTemplateError:
             return False
         return _SYSTEM in rendered
@@ -221,18 +228,30 @@ class ChatTemplate:
             )
 
 
-def _remove_end_token(text: str, end: str) -> str:
+def remove_end_token(text: str, end: str) -> str:
     """Removes a reply's end token from the beginning of a template's text.
 
     Some templates, such as Llama-2's, put a space before the token.
 
-    >>> _remove_end_token(" </s><s>[INST] and now?", "</s>")
+    >>> remove_end_token(" </s><s>[INST] and now?", "</s>")
     '<s>[INST] and now?'
-    >>> _remove_end_token(" and now?", "</s>")
+    >>> remove_end_token(" and now?", "</s>")
     ' and now?'
     """
     stripped = text.lstrip()
     return stripped.removeprefix(end) if stripped.startswith(end) else text
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """Returns the ids that two prompts have in common, up to the observations in which they differ.
+
+    Returns no ids if the prompts are equal: a tokenizer may know neither observation, and then the prompts do not show
+    where it begins.
+    """
+    for index, (id_in_first, id_in_second) in enumerate(zip(first, second, strict=False)):
+        if id_in_first != id_in_second:
+            return list(first[:index])
+    return []
 
 
 def invocation_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

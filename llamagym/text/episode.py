@@ -22,7 +22,8 @@ _DROP_ONE_IN = 4
 
 Context = Literal["episode", "turn"] | int
 """What a prompt shows before the current observation: the whole episode, nothing, or a number of turns."""
-FinishReason = Literal["eos", "length", "choice"]
+FinishReason = Literal["eos", "length", "choice", "stop"]
+"""End-of-sequence token, maximum length, the end of a choice, or a stop text of a client."""
 
 
 @dataclass(frozen=True, slots=True)

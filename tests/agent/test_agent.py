@@ -177,7 +177,7 @@ def test_value_is_bootstrapped_after_truncation_and_never_after_termination():
     ids += actor_of(agent).chat_template.next_prompt("Say something.", "Observation the end", end)
     with torch.no_grad():
         values = agent.policy.model(torch.tensor([ids]))[2]
-    (value,) = agent.policy.values([cut.final_segment()])
+    value = agent.policy.read_critic([cut.final_segment()]).values.item()
     assert value == pytest.approx(values[0, -1].item(), abs=1e-4)
     assert value != 0.0
 

@@ -105,7 +105,7 @@ def test_all_that_changes_is_found():
         "prior": lambda: agent.policy.calibrate(
             [actor_of(agent).new_conversation().observe("x", "", ["unheard", "of"])]
         ),
-        "activations": lambda: agent.policy.values([actor_of(agent).new_conversation().observe("yy")]),
+        "activations": lambda: agent.policy.read_critic([actor_of(agent).new_conversation().observe("yy")]),
         "pretrained_model": lambda: agent.policy.model.pretrained_model.register_forward_hook(lambda *_: None),
         "v_head": lambda: agent.policy.model.v_head.feature_mean.add_(1.0),
         "_learning": agent.eval,

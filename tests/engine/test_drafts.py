@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from scipy.stats import chisquare
 
 from llamagym.engine.decode import Decoder
 from llamagym.policy.drafts import Draft, DraftContext, Drafter, best_draft_length
+from llamagym.text.episode import Reply
 from tests.helpers.agents import WordAgent, actor_of, make_agent
 from tests.helpers.rounding import LOGPROB_TOLERANCE
 from tests.helpers.tiny import FAMILIES
@@ -250,3 +253,40 @@ def test_a_drafter_forgets(monkeypatch):
     assert all(len(following) <= 10 for following in drafter._following.values())
     assert drafter.draft(context, (95, 96), 2).ids == (97, 98)
     assert drafter.draft(context, (5, 6), 2).ids == ()
+
+
+@pytest.mark.parametrize("error_rate", [None, 0.0, 1.0])
+def test_watcher_ends_a_reply_at_any_token(error_rate, monkeypatch):
+    """`error_rate` of drafts that were guessed; None for no drafts."""
+    agent = speaker(0)
+    contexts = [actor_of(agent).new_conversation().observe(text) for text in OBSERVATIONS]
+    config = agent.policy.generation
+    trees = agent.policy.trees.of(contexts)
+
+    def written(limits):
+        """Writes replies that end at limits; with what each watcher has seen."""
+        seen = [[] for _ in trees]
+
+        def watcher(row):
+            def watch(ids):
+                seen[row].append(ids)
+                return limits[row] if len(ids) >= limits[row] else None
+
+            return watch
+
+        agent.policy.rng.manual_seed(0)
+        return agent.policy.write(trees, config, True, [watcher(row) for row in range(len(trees))]), seen
+
+    whole, _ = written([99] * len(trees))
+    if error_rate is not None:
+        config = replace(config, max_draft_tokens=16)
+        expected = [[Reply(text.ids, text.logprobs, 0.0, "eos", None, 0) for text in whole]]
+        draft_from(monkeypatch, expected, error_rate)
+    limits = [1 + row % 5 for row in range(len(trees))]
+    texts, seen = written(limits)
+    for text, full, limit, calls in zip(texts, whole, limits, seen, strict=True):
+        assert text.ids == full.ids[:limit]
+        assert text.logprobs == pytest.approx(full.logprobs[:limit], abs=LOGPROB_TOLERANCE)
+        assert text.finish_reason == ("stop" if limit < len(full.ids) else full.finish_reason)
+        # Each call continues the previous one.
+        assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(calls))

@@ -134,7 +134,7 @@ class ProbeAgent(Agent):
     def value(self, observation: Any) -> float:
         """The critic's estimate of an observation that begins an episode."""
         context = actor_of(self).new_conversation().observe(self.format_observation(observation))
-        return self.policy.values([context])[0]
+        return self.policy.read_critic([context]).values.item()
 
 
 class EndsWhatIsCutOff(ProbeAgent):

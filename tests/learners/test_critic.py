@@ -212,7 +212,7 @@ def test_final_values_come_from_the_same_critic_as_all_others(critic):
         agent.act_batch(["x"] * 8)
         agent.assign_rewards([1.0] * 8)
         agent.terminate_episodes(range(8), [True] * 8, ["x"] * 8)
-    value = agent.policy.values([actor_of(agent).new_conversation().observe("Observation x")])[0]
+    value = agent.policy.read_critic([actor_of(agent).new_conversation().observe("Observation x")]).values.item()
     # What a turn earns and what it leads to, valued by the same critic as the turn itself.
     assert advantages[0].abs().max() < 3.0
     if critic == "lstd":

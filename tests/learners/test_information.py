@@ -96,9 +96,8 @@ def test_fifty_batches_of_equal_returns_keep_the_policy(name, kind, constant):
 def test_a_critic_learns_from_equal_returns():
     agent = learner_agent(ChoiceAgent, "ppo")
     list(play(agent, 6, lambda _, turn: 1.0, turns=1))
-    assert agent.policy.values([actor_of(agent).new_conversation().observe("Observation 0")])[0] == pytest.approx(
-        1.0, abs=0.05
-    )
+    critic = agent.policy.read_critic([actor_of(agent).new_conversation().observe("Observation 0")])
+    assert critic.values.item() == pytest.approx(1.0, abs=0.05)
 
 
 def test_statistics_of_a_flat_batch_report_no_policy_step():

@@ -27,7 +27,8 @@ PACKAGES = {
     "agent": {"saving", "text", "models", "policy", "learners"},
     "training": {"saving", "text", "models", "policy", "learners", "agent", "training.report"},
     "envs": set(),
-    "cli": {"saving", "text", "models", "policy", "learners", "training", "agent"},
+    "serving": {"text", "models", "policy", "learners", "agent"},
+    "cli": {"saving", "text", "models", "policy", "learners", "training", "agent", "serving"},
     "training.report": {"agent", "learners", "saving"},
 }
 # Modules that any module may import.
@@ -57,7 +58,7 @@ HEAVY = {
 }
 FILES = sorted(LIBRARY.rglob("*.py"))
 MAX_LINES = 600
-MAX_TOP_LEVEL_ENTRIES = 18
+MAX_TOP_LEVEL_ENTRIES = 19
 
 
 def package_of(name: str) -> str:

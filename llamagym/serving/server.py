@@ -1,0 +1,122 @@
+"""Serves an agent over HTTP, so that programs written for OpenAI's API can use and train it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .. import distributed
+from ..agent.agent import Agent, collector_of
+from ..errors import ConfigError, needs
+from ..learners.base import Stats
+from .worker import Worker
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Seconds that running requests get to finish when the server closes.
+_SHUTDOWN_S = 5
+
+
+class ChatAgent(Agent):
+    """An agent for programs that bring their own messages, through `serve`.
+
+    In an environment it reads observations as they are, and its action is the reply.
+    """
+
+    def get_system_prompt(self) -> str:
+        """Returns no system prompt."""
+        return ""
+
+    def format_observation(self, observation: Any) -> str:
+        """Returns the observation as text."""
+        return str(observation)
+
+    def extract_action(self, response: str) -> str:
+        """Returns the reply."""
+        return response
+
+
+@contextmanager
+def serve(
+    agent: Agent,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    api_key: str | None = None,
+    on_update: Callable[[Stats], None] | None = None,
+) -> Iterator[str]:
+    """Serves an agent as OpenAI's chat completions API while open.
+
+        with llamagym.serve(agent) as url:
+            client = openai.OpenAI(base_url=url, api_key="none")
+
+    In training mode each call is recorded under an episode, which the address names
+    (`url.replace("/v1", "/episodes/ID/v1")`), the header X-Episode-Id or the field `user`. `POST
+    {url}/episodes/ID/reward` and `/end` assign rewards and end episodes; a batch of ended episodes trains the agent,
+    during which calls wait.
+
+    Args:
+        agent: The agent. Its `get_system_prompt` and other methods are not called: clients send all messages.
+        host: Address to listen on; by default only programs on this machine can connect.
+        port: Port; 0 takes a free one.
+        api_key: Key that clients must send; None for no key.
+        on_update: Called with the statistics of each update, in the server's thread.
+
+    Yields:
+        The base URL for clients, ending in /v1.
+
+    Raises:
+        ConfigError: The address cannot be listened on, an argument is invalid, or several processes learn together.
+        ImportError: FastAPI or uvicorn is missing.
+    """
+    with needs("serve", "Serving"):
+        import uvicorn
+
+        from .app import make_app
+    if not isinstance(agent, Agent):
+        raise ConfigError(f"serve() received a {type(agent).__name__}. Pass an Agent, such as a ChatAgent.")
+    if distributed.world_size() > 1:
+        raise ConfigError("An agent that several processes train together cannot be served. Start one process.")
+    if host not in _LOOPBACK and api_key is None:
+        logger.warning("Everyone who can reach %s can use this server. Pass an api_key.", host)
+    listener = _listen(host, port)
+    bound_host, bound_port = listener.getsockname()[:2]
+    shown_host = f"[{bound_host}]" if ":" in bound_host else bound_host
+    worker = Worker(collector_of(agent), on_update)
+    trusted_hosts = [*_LOOPBACK, "[::1]"] if host in _LOOPBACK else ["*"]
+    app = make_app(worker, _model_name(agent), api_key, trusted_hosts)
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_SHUTDOWN_S)
+    )
+    thread = threading.Thread(target=server.run, args=([listener],), name="llamagym-http", daemon=True)
+    worker.start()
+    thread.start()
+    try:
+        yield f"http://{shown_host}:{bound_port}/v1"
+    finally:
+        server.should_exit = True
+        worker.close()
+        thread.join()
+        listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens, so that clients can connect before the server runs."""
+    if type(port) is not int or not 0 <= port < 2**16:
+        raise ConfigError(f"port must be an int from 0, which takes a free one, to {2**16 - 1}, got {port!r}.")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"Cannot listen on host {host!r}, port {port}: {error}. Choose others.") from error
+
+
+def _model_name(agent: Agent) -> str:
+    """Returns the name of the agent's base model."""
+    path = str(getattr(agent.model.pretrained_model.config, "_name_or_path", ""))
+    return path.rstrip("/").rpartition("/")[2] or "llamagym"

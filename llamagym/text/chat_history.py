@@ -1,0 +1,197 @@
+"""Renders histories of chat messages as token ids: any roles, and tools.
+
+`ChatTemplate` renders the conversations of environments, whose observations are the user's messages. A history comes
+from a client of `serving`, complete at each call. If it continues a recorded reply, `HistoryTemplate.continuation`
+returns only the ids after this reply, so that the reply stays as it was sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import ChatTemplateError
+from .chat_template import ChatTemplate, PlainText, common_prefix, remove_end_token
+from .tool_calls import CALL_OPENING, ChatMessage, Tool, without_tools
+
+# Probe texts are plain words, which no template trims or escapes.
+_TOOL = "probetool"
+_RESULT = "proberesult"
+_PARAMETER = "probeparameter"
+_PROBE_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": _TOOL,
+            "description": "A probe.",
+            "parameters": {"type": "object", "properties": {_PARAMETER: {"type": "string", "description": "A word."}}},
+        },
+    }
+]
+# Mistral's template demands ids of nine letters and digits.
+_CALL_ID = "probecall"
+_PROBE_CALL = {"id": _CALL_ID, "type": "function", "function": {"name": _TOOL, "arguments": {_PARAMETER: "x"}}}
+_QUESTION: ChatMessage = {"role": "user", "content": "probeuser"}
+_CALLING_REPLY: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
+
+
+def history_keys(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[str]:
+    """Returns a key for each beginning of a history, equal for equal beginnings and tools.
+
+    Ids of calls and white space around texts, which clients change, make no difference.
+    """
+    digest = hashlib.sha256(_canonical(list(tools)))
+    keys = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        digest.update(_canonical([message["role"], message["content"].strip(), calls]))
+        keys.append(digest.hexdigest())
+    return keys
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+class HistoryTemplate:
+    """Renders histories with a tokenizer's chat template.
+
+    Attributes:
+        renders_tools: Whether the template renders tools, calls and results. Otherwise they become text.
+        call_opening: Text that a reply which calls a tool begins with, up to the tool's name.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> None:
+        """Probes the template with a tool."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._text = PlainText(tokenizer)
+        self.renders_tools = self._probe_tools()
+        self.call_opening = self._probe_call_opening()
+        # Histories of one program have few distinct system prompts and tools, and long ones.
+        self._cached_shared_prefix = lru_cache(maxsize=64)(self._shared_prefix)
+
+    def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
+        """Returns the token ids of a history, up to the beginning of the reply.
+
+        Raises:
+            ChatTemplateError: The template cannot render the messages.
+        """
+        return list(self._encode(messages, tools, lambda rendered: rendered))
+
+    def shared_length(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], prompt: list[int]) -> int:
+        """Returns how many leading ids of a prompt all prompts with these system messages and tools have."""
+        count = 0
+        while count < len(messages) and messages[count]["role"] == "system":
+            count += 1
+        shared = self._cached_shared_prefix(json.dumps(messages[:count]), json.dumps(list(tools)))
+        return len(shared) if prompt[: len(shared)] == shared else 0
+
+    def continuation(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        reply: int,
+        sampled_end: int | None,
+    ) -> list[int]:
+        """Returns the token ids between a reply and the next one.
+
+        Args:
+            messages: The history.
+            tools: Descriptions of tools.
+            reply: Index of the reply's message.
+            sampled_end: The end-of-sequence id that closed the reply and so is not repeated; None if the reply ended
+                otherwise.
+
+        Raises:
+            ChatTemplateError: The template cannot render the messages, or not as a continuation.
+        """
+        mark = f"reply{secrets.token_hex(8)}"
+        marked = [*messages[:reply], {"role": "assistant", "content": mark}, *messages[reply + 1 :]]
+
+        def after_reply(rendered: str) -> str:
+            _, *after = rendered.split(mark)
+            if len(after) != 1:
+                raise ChatTemplateError("The chat template does not show each reply once.")
+            if sampled_end is None:
+                return after[0]
+            return remove_end_token(after[0], str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
+
+        return list(self._encode(marked, tools, after_reply))
+
+    def opening_ids(self, opening: str) -> list[int]:
+        """Returns the token ids of a fixed beginning of a reply, which may contain control tokens of the template."""
+        return list(self._tokenizer(opening, add_special_tokens=False)["input_ids"])
+
+    def _encode(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], cut: Callable[[str], str]
+    ) -> tuple[int, ...]:
+        """Returns the ids of a part of the rendered history; its texts produce no control tokens."""
+        history = [list(messages), list(tools)]
+        texts: list[str] = []
+
+        def collect(text: str) -> str:
+            texts.append(text)
+            return text
+
+        _map_texts(history, collect)
+
+        def render(replaced: Sequence[str]) -> str:
+            in_order = iter(replaced)
+            return cut(self._render(*_map_texts(history, lambda _: next(in_order))))
+
+        return self._text.encode_rendered(texts, render)
+
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
+        if self.renders_tools:
+            return self._template.render(messages, tools)
+        plain = without_tools(messages, tools)
+        if plain and plain[0]["role"] == "system" and not self._template.has_system_role:
+            # The user's first message includes the system prompt.
+            system, *rest = plain
+            if rest and rest[0]["role"] == "user":
+                rest[0] = {"role": "user", "content": f"{system['content']}\n\n{rest[0]['content']}"}
+                return self._template.render(rest)
+            return self._template.render([{"role": "user", "content": system["content"]}, *rest])
+        return self._template.render(plain)
+
+    def _shared_prefix(self, system: str, tools: str) -> list[int]:
+        """Returns the ids that histories with these system messages and tools, both as JSON, have in common."""
+        before = json.loads(system)
+        prompts = [self.prompt([*before, {"role": "user", "content": text}], json.loads(tools)) for text in ("a", "0")]
+        return common_prefix(*prompts)
+
+    def _probe_tools(self) -> bool:
+        history = [_QUESTION, _CALLING_REPLY, {"role": "tool", "tool_call_id": _CALL_ID, "content": _RESULT}]
+        try:
+            rendered = self._template.render(history, _PROBE_TOOLS)
+        except ChatTemplateError:
+            return False
+        # The parameter appears in the description of the tool and in the call.
+        return rendered.count(_PARAMETER) >= 2 and _RESULT in rendered
+
+    def _probe_call_opening(self) -> str:
+        if not self.renders_tools:
+            return CALL_OPENING
+        prompt = self._template.render([_QUESTION], _PROBE_TOOLS)
+        following = {"role": "tool", "tool_call_id": _CALL_ID, "content": _RESULT}
+        rendered = self._template.render([_QUESTION, _CALLING_REPLY, following], _PROBE_TOOLS)
+        opening, found, _ = rendered[len(prompt) :].partition(_TOOL)
+        return opening if found and rendered.startswith(prompt) else CALL_OPENING
+
+
+def _map_texts(value: Any, function: Callable[[str], str]) -> Any:
+    """Returns a JSON value with each text and each key of an object replaced, always in the same order."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, list):
+        return [_map_texts(entry, function) for entry in value]
+    if isinstance(value, dict):
+        return {function(key): _map_texts(entry, function) for key, entry in value.items()}
+    return value
