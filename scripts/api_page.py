@@ -41,6 +41,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "Sampler": "sampler: lg.Sampler | None = agent.policy.sampler",
         "SampledText": 'text = lg.SampledText(ids=(7, 2), logprobs=(-0.5, -0.1), finish_reason="eos")',
     },
+    "Serving": {
+        "ChatAgent": "chat_agent = lg.ChatAgent(model, tokenizer)",
+        "serve": "with lg.serve(chat_agent) as url: print(url)",
+    },
     "Learning algorithms": {
         "PPOConfig": "BlackjackAgent(model, tokenizer, learner=lg.PPOConfig(learning_rate=3e-4))",
         "GRPOConfig": "BlackjackAgent(model, tokenizer, learner=lg.GRPOConfig(group_size=4))",

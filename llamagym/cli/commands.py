@@ -18,6 +18,8 @@ MODEL = "smollm2-135m"
 LEARNING_RATE = 0.001
 ENTROPY_COEF = 0.02
 EVALUATION_SEED = 1_000_000
+# Of a new agent that is served. Programs expect longer replies than environments.
+SERVED = {"model": MODEL, "max_new_tokens": 256, "learning_rate": LEARNING_RATE, "seed": 0}
 
 
 FOLDER = UserPath(file_okay=False, path_type=Path)
@@ -128,6 +130,40 @@ def report(runs: tuple[str, ...], out: str | None, watch: bool) -> None:
     from . import report as command
 
     command.report(runs, Path(out) if out else Path(runs[0]) / "report.html", watch)
+
+
+@cli.command()
+@click.argument("folder", required=False, type=UserPath(path_type=Path))
+@click.option("--train", is_flag=True, help="Record calls and learn from the rewards that are posted; needs --out.")
+@click.option("--out", type=FOLDER, help="Save the agent here, after each update and at the end.")
+@click.option(
+    "--sample", is_flag=True, help="Draw replies where a call names no temperature, instead of the likeliest."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="Port; 0 takes a free one.")
+@click.option("--api-key", envvar="LLAMAGYM_API_KEY", help="Key that clients must send.  [env: LLAMAGYM_API_KEY]")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or mps.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16.")
+@click.option("--model", help=f"Of a new agent: registered name, folder or hub id.  [default: {SERVED['model']}]")
+@click.option(
+    "--demonstrations", type=UserPath(path_type=Path), help="Of a new agent: JSONL file that it learns from first."
+)
+@click.option(
+    "--max-new-tokens", type=COUNT, help=f"Of a new agent: tokens per reply.  [default: {SERVED['max_new_tokens']}]"
+)
+@click.option(
+    "--batch-size", type=int, help="Of a new agent: turns per update.  [default: 768 distinct ones, or 8,192]"
+)
+@click.option("--learning-rate", type=float, help=f"Of a new agent.  [default: {SERVED['learning_rate']}]")
+@click.option("--seed", type=int, help=f"Of a new agent.  [default: {SERVED['seed']}]")
+def serve(**options: Any) -> None:
+    """Serve a new agent, or the one in FOLDER, as OpenAI's chat completions API."""
+    from . import serve as command
+
+    if options["folder"] is None:
+        for name, default in SERVED.items():
+            options[name] = default if options[name] is None else options[name]
+    command.serve(**options)
 
 
 @cli.command()

@@ -98,13 +98,13 @@ def make_app(worker: Worker, model_name: str, api_key: str | None, trusted_hosts
     started = int(time.time())
 
     @app.get("/v1/models")
-    @app.get("/episodes/{episode_id}/v1/models")
+    @app.get("/v1/episodes/{episode_id}/models")
     async def models() -> dict[str, Any]:
         entry = {"id": model_name, "object": "model", "created": started, "owned_by": "llamagym"}
         return {"object": "list", "data": [entry]}
 
     @app.post("/v1/chat/completions")
-    @app.post("/episodes/{episode_id}/v1/chat/completions")
+    @app.post("/v1/episodes/{episode_id}/chat/completions")
     async def complete(
         body: ChatRequest,
         request: Request,
@@ -115,7 +115,7 @@ def make_app(worker: Worker, model_name: str, api_key: str | None, trusted_hosts
         if worker.is_learning and not episode:
             raise _ApiError(
                 400,
-                "The agent is learning, so a call must name its episode: in the address, /episodes/ID/v1, in the "
+                "The agent is learning, so a call must name its episode: in the address, /v1/episodes/ID, in the "
                 "header X-Episode-Id, or in the field user.",
                 "user",
             )

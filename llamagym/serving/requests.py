@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from typing_extensions import Self
 
 from ..errors import did_you_mean
+from ..text.chat_history import chat_message
 from ..text.tool_calls import ChatMessage, Tool
 
 # Fields of OpenAI's API that do not change a reply of this server.
@@ -75,7 +76,6 @@ class _Message(BaseModel):
     content: str | list[_TextPart] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
-    name: str | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
@@ -84,36 +84,6 @@ class _Message(BaseModel):
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's message has tool_calls")
         return self
-
-    def chat_message(self) -> ChatMessage:
-        """Returns the message as chat templates expect it."""
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
-        message: ChatMessage = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content,
-        }
-        if self.tool_calls:
-            message["tool_calls"] = [_chat_call(call) for call in self.tool_calls]
-        if self.role == "tool":
-            message |= {"tool_call_id": self.tool_call_id or ""}
-            if self.name:
-                message["name"] = self.name
-        return message
-
-
-def _chat_call(call: _Call) -> dict[str, Any]:
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            # A client may send back a call that was malformed.
-            arguments = {"arguments": arguments}
-    if not isinstance(arguments, dict):
-        arguments = {"arguments": arguments}
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 class _ToolFunction(BaseModel):
@@ -168,7 +138,7 @@ class HistoryRequest(BaseModel):
 
     def chat_messages(self) -> list[ChatMessage]:
         """Returns the messages as chat templates expect them."""
-        return [message.chat_message() for message in self.messages]
+        return [chat_message(message.model_dump()) for message in self.messages]
 
     def chat_tools(self) -> list[Tool]:
         """Returns the tools as chat templates expect them."""

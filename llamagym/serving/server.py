@@ -55,10 +55,10 @@ def serve(
         with llamagym.serve(agent) as url:
             client = openai.OpenAI(base_url=url, api_key="none")
 
-    In training mode each call is recorded under an episode, which the address names
-    (`url.replace("/v1", "/episodes/ID/v1")`), the header X-Episode-Id or the field `user`. `POST
-    {url}/episodes/ID/reward` and `/end` assign rewards and end episodes; a batch of ended episodes trains the agent,
-    during which calls wait.
+    In training mode each call is recorded under an episode. A client whose base URL is `{url}/episodes/ID` plays that
+    episode; the header X-Episode-Id and the field `user` name it as well. `POST {url}/episodes/ID/reward` and
+    `{url}/episodes/ID/end` assign rewards and end it. A batch of ended episodes trains the agent, during which calls
+    wait.
 
     Args:
         agent: The agent. Its `get_system_prompt` and other methods are not called: clients send all messages.

@@ -26,8 +26,8 @@ from ..policy.evaluation import numbered
 from ..policy.sampling import SampledText
 from ..text.chat_history import HistoryTemplate
 from ..text.episode import Reply
-from ..text.tool_calls import ChatMessage, Tool, read_calls
-from .episodes import PreparedCall, ServedEpisode
+from ..text.history_episode import HistoryEpisode, PreparedCall
+from ..text.tool_calls import ChatMessage, Tool, ToolCall, read_calls
 from .reply_text import ReplyText
 
 logger = logging.getLogger(__name__)
@@ -136,8 +136,8 @@ class Worker:
         self._actor = collector.actor
         self._policy = collector.actor.policy
         self._on_update = on_update
-        self.template = HistoryTemplate(self._actor.tokenizer, self._actor.chat_template)
-        self._episodes: dict[str, ServedEpisode] = {}
+        self.template = HistoryTemplate(self._actor.chat_template)
+        self._episodes: dict[str, HistoryEpisode] = {}
         self._queue: deque[Call | _Task] = deque()
         self._arrived = threading.Condition()
         self._is_closed = False
@@ -282,7 +282,7 @@ class Worker:
 
     def _prepare(self, call: Call) -> _Writing:
         """Renders a call's history, and finds out how long its reply may be."""
-        episode = ServedEpisode()
+        episode = HistoryEpisode()
         if call.episode_id is not None:
             episode = self._episodes.get(call.episode_id, episode)
         prepared = episode.prepare(self.template, call.messages, call.tools, call.opening)
@@ -346,10 +346,7 @@ class Worker:
             finish_reason = "length"
         if calls:
             finish_reason = "tool_calls"
-            message["tool_calls"] = [
-                {"id": _call_id(), "type": "function", "function": {"name": made.name, "arguments": made.arguments}}
-                for made in calls
-            ]
+            message["tool_calls"] = [_chat_call(tool_call) for tool_call in calls]
         turn = None
         if call.episode_id is not None and self.is_learning:
             episode = self._open_episode(call.episode_id)
@@ -361,8 +358,8 @@ class Worker:
             writing.text.finish(content)
         call.completion.set_result(Completion(message, finish_reason, reply, writing.prepared.prompt_length, turn))
 
-    def _open_episode(self, episode_id: str) -> ServedEpisode:
-        """Returns an episode to record a turn in; a new one if there is none."""
+    def _open_episode(self, episode_id: str) -> HistoryEpisode:
+        """Returns an episode to record a turn in; opens it if needed."""
         if episode_id not in self._episodes:
             if len(self._episodes) >= _MOST_EPISODES:
                 oldest = next(iter(self._episodes))
@@ -373,14 +370,14 @@ class Worker:
                     _MOST_EPISODES,
                     oldest,
                 )
-            self._episodes[episode_id] = ServedEpisode()
+            self._episodes[episode_id] = HistoryEpisode()
         return self._episodes[episode_id]
 
-    def _episode(self, episode_id: str) -> ServedEpisode:
+    def _episode(self, episode_id: str) -> HistoryEpisode:
         """Returns an open episode.
 
         Raises:
-            UnknownEpisodeError: There is none.
+            UnknownEpisodeError: No open episode has this id.
         """
         if episode_id not in self._episodes:
             problem = "has no recorded call, or has ended" if self.is_learning else "has no recorded call"
@@ -446,6 +443,8 @@ def _future_of(job: Call | _Task) -> Future[Any]:
     return job.completion if isinstance(job, Call) else job.result
 
 
-def _call_id() -> str:
-    """Returns an id for a tool call; Mistral's template demands nine letters and digits."""
-    return secrets.token_hex(5)[:9]
+def _chat_call(call: ToolCall) -> dict[str, Any]:
+    """Returns a tool call as chat messages hold it, with an id."""
+    # Mistral's template demands nine letters and digits.
+    call_id = secrets.token_hex(5)[:9]
+    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

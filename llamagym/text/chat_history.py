@@ -10,16 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from ..errors import ChatTemplateError
+from ..errors import ChatTemplateError, excerpt
 from .chat_template import ChatTemplate, PlainText, common_prefix, remove_end_token
 from .tool_calls import CALL_OPENING, ChatMessage, Tool, without_tools
 
+_ROLES = ("system", "user", "assistant", "tool")
 # Probe texts are plain words, which no template trims or escapes.
 _TOOL = "probetool"
 _RESULT = "proberesult"
@@ -39,6 +38,49 @@ _CALL_ID = "probecall"
 _PROBE_CALL = {"id": _CALL_ID, "type": "function", "function": {"name": _TOOL, "arguments": {_PARAMETER: "x"}}}
 _QUESTION: ChatMessage = {"role": "user", "content": "probeuser"}
 _CALLING_REPLY: ChatMessage = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
+
+
+def chat_message(message: Mapping[str, Any]) -> ChatMessage:
+    """Returns a message in the format of OpenAI's API as chat templates expect it.
+
+    Contents in parts become one text, and the arguments of calls become objects.
+
+    Raises:
+        KeyError: A field is missing.
+        TypeError: A field has the wrong type.
+        ValueError: The role is unknown, or a part of the content is not text.
+    """
+    role = "system" if message["role"] == "developer" else message["role"]
+    if role not in _ROLES:
+        raise ValueError(f"role {role!r} is not one of {list(_ROLES)}")
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise TypeError(f"content is {excerpt(content)}, which is neither text nor a list of parts")
+    converted: ChatMessage = {"role": role, "content": content}
+    calls = message.get("tool_calls")
+    if calls:
+        converted["tool_calls"] = [_call_from(call) for call in calls]
+    if role == "tool":
+        converted["tool_call_id"] = str(message.get("tool_call_id") or "")
+    return converted
+
+
+def _call_from(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a call in the format of OpenAI's API, whose arguments are JSON text, as chat templates expect it."""
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            # A program may send back a call that was malformed.
+            arguments = {"arguments": arguments}
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": arguments}
+    call_id = str(call.get("id") or "")
+    return {"id": call_id, "type": "function", "function": {"name": str(function["name"]), "arguments": arguments}}
 
 
 def history_keys(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[str]:
@@ -67,11 +109,11 @@ class HistoryTemplate:
         call_opening: Text that a reply which calls a tool begins with, up to the tool's name.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate) -> None:
         """Probes the template with a tool."""
-        self._tokenizer = tokenizer
+        self._tokenizer = template.tokenizer
         self._template = template
-        self._text = PlainText(tokenizer)
+        self._text = PlainText(template.tokenizer)
         self.renders_tools = self._probe_tools()
         self.call_opening = self._probe_call_opening()
         # Histories of one program have few distinct system prompts and tools, and long ones.
@@ -83,7 +125,7 @@ class HistoryTemplate:
         Raises:
             ChatTemplateError: The template cannot render the messages.
         """
-        return list(self._encode(messages, tools, lambda rendered: rendered))
+        return list(self._encode(messages, tools, self._render))
 
     def shared_length(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], prompt: list[int]) -> int:
         """Returns how many leading ids of a prompt all prompts with these system messages and tools have."""
@@ -115,8 +157,8 @@ class HistoryTemplate:
         mark = f"reply{secrets.token_hex(8)}"
         marked = [*messages[:reply], {"role": "assistant", "content": mark}, *messages[reply + 1 :]]
 
-        def after_reply(rendered: str) -> str:
-            _, *after = rendered.split(mark)
+        def after_reply(replaced: list[ChatMessage], replaced_tools: list[Tool]) -> str:
+            _, *after = self._render(replaced, replaced_tools).split(mark)
             if len(after) != 1:
                 raise ChatTemplateError("The chat template does not show each reply once.")
             if sampled_end is None:
@@ -125,14 +167,38 @@ class HistoryTemplate:
 
         return list(self._encode(marked, tools, after_reply))
 
+    def reply_ids(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], reply: int) -> list[int]:
+        """Returns the token ids of a reply of a history, with its tool calls, as the model would write it.
+
+        Args:
+            messages: The history.
+            tools: Descriptions of tools.
+            reply: Index of the reply's message.
+        """
+        return list(self._encode(messages[: reply + 1], tools, self._last_reply))
+
+    def _last_reply(self, messages: list[ChatMessage], tools: list[Tool]) -> str:
+        """Returns the text of the last message, a reply."""
+        *before, message = messages
+        plain = str(without_tools([message], [])[0]["content"])
+        end = self._tokenizer.eos_token
+        if not self.renders_tools or not message.get("tool_calls") or not end:
+            return plain
+        prompt = self._render(before, tools)
+        rendered = self._render(messages, tools)
+        return rendered[len(prompt) :].partition(end)[0] if rendered.startswith(prompt) else plain
+
     def opening_ids(self, opening: str) -> list[int]:
         """Returns the token ids of a fixed beginning of a reply, which may contain control tokens of the template."""
         return list(self._tokenizer(opening, add_special_tokens=False)["input_ids"])
 
     def _encode(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], cut: Callable[[str], str]
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        render: Callable[[list[ChatMessage], list[Tool]], str],
     ) -> tuple[int, ...]:
-        """Returns the ids of a part of the rendered history; its texts produce no control tokens."""
+        """Returns the ids of what `render` returns; texts of messages and tools produce no control tokens."""
         history = [list(messages), list(tools)]
         texts: list[str] = []
 
@@ -142,11 +208,11 @@ class HistoryTemplate:
 
         _map_texts(history, collect)
 
-        def render(replaced: Sequence[str]) -> str:
+        def render_replaced(replaced: Sequence[str]) -> str:
             in_order = iter(replaced)
-            return cut(self._render(*_map_texts(history, lambda _: next(in_order))))
+            return render(*_map_texts(history, lambda _: next(in_order)))
 
-        return self._text.encode_rendered(texts, render)
+        return self._text.encode_rendered(texts, render_replaced)
 
     def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
         if self.renders_tools:

@@ -41,6 +41,7 @@ class ChatTemplate:
     """Renders prompts as token ids with a tokenizer's chat template.
 
     Attributes:
+        tokenizer: The tokenizer.
         has_system_role: Whether the template accepts messages with the role "system".
     """
 
@@ -60,7 +61,7 @@ class ChatTemplate:
                 f"Tokenizer {tokenizer.name_or_path!r} has no chat template. Load it with load_model_and_tokenizer(), "
                 "which supplies a plain one for known models, or set tokenizer.chat_template."
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._text = PlainText(tokenizer)
         self.has_system_role = self._probe_system_role()
         if _USER not in self.render(self.first_messages(_SYSTEM, _USER)):
@@ -102,7 +103,7 @@ class ChatTemplate:
         Args:
             end_ids: All ids that end a reply, at least one.
         """
-        for closing in (self.closing_token(), self._tokenizer.eos_token_id):
+        for closing in (self.closing_token(), self.tokenizer.eos_token_id):
             if closing is not None and closing in end_ids:
                 return int(closing)
         return min(end_ids)
@@ -114,7 +115,7 @@ class ChatTemplate:
         if not found:
             return None
         # The template's own text contains control tokens, so it is not encoded as plain text.
-        ids = self._tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
         return int(ids[0]) if ids else None
 
     def encode(self, text: str) -> list[int]:
@@ -129,7 +130,7 @@ class ChatTemplate:
             text = self._delta(texts[0], texts[1])
             if sampled_end is None:
                 return text
-            return remove_end_token(text, str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
+            return remove_end_token(text, str(self.tokenizer.convert_ids_to_tokens(sampled_end)))
 
         return self._text.encode_rendered([system, user], render)
 
@@ -157,7 +158,7 @@ class ChatTemplate:
         """
         # Hybrid thinking models would spend the whole reply on thinking; templates without the switch ignore it.
         try:
-            rendered: Any = self._tokenizer.apply_chat_template(
+            rendered: Any = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
                 tokenize=False,
@@ -166,7 +167,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program and may raise anything
             raise ChatTemplateError(
-                f"The chat template of {self._tokenizer.name_or_path!r} cannot render a conversation: "
+                f"The chat template of {self.tokenizer.name_or_path!r} cannot render a conversation: "
                 f"{type(error).__name__}: {error} Set another tokenizer.chat_template."
             ) from error
         return rendered
@@ -195,7 +196,7 @@ class ChatTemplate:
         if len(after) != 1:
             problem = "repeats" if after else "drops or changes"
             raise ChatTemplateError(
-                f"The chat template of {self._tokenizer.name_or_path!r} {problem} earlier replies, so a conversation "
+                f"The chat template of {self.tokenizer.name_or_path!r} {problem} earlier replies, so a conversation "
                 "cannot be appended to. Pass context='turn' to show one observation at a time, or set another "
                 "tokenizer.chat_template."
             )
@@ -222,7 +223,7 @@ class ChatTemplate:
     def _require_same(self, expected: str, received: str, cause: str) -> None:
         if received != expected:
             raise ChatTemplateError(
-                f"The chat template of {self._tokenizer.name_or_path!r} is not append-only: its text after a reply "
+                f"The chat template of {self.tokenizer.name_or_path!r} is not append-only: its text after a reply "
                 f"depends on {cause}. It renders {expected!r} and {received!r}. Pass context='turn' to show one "
                 "observation at a time, or set another tokenizer.chat_template."
             )

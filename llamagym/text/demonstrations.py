@@ -3,6 +3,9 @@
 Each line is a JSON object {"messages": [...]} whose messages are an optional system prompt, then alternately
 observations ("user") and replies ("assistant"). `Conversation` turns them into token ids as it does while acting, so
 the model is trained on the same ids that it reads when it acts.
+
+A line with "tools", or for an agent without a system prompt of its own, is a history of a program that calls a served
+agent: messages of any roles, with tool calls, in OpenAI's format for fine-tuning.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from pathlib import Path
 from ..errors import ConfigError, ContextLengthError, excerpt
 from ..options import user_path
 from .arguments import check_text
-from .chat_template import Message
+from .chat_history import HistoryTemplate, chat_message
 from .episode import Conversation, Episode, Reply
+from .history_episode import HistoryEpisode
+from .tool_calls import ChatMessage, Tool
 
 _EXPECTED = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -78,46 +83,60 @@ def read_demonstrations(
         raise ConfigError(
             f"cannot read the demonstrations {str(path)!r}: {error}. Pass the path of a JSONL file of {_EXPECTED}."
         ) from error
+    template = HistoryTemplate(new_conversation().template)
     episodes = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         location = f"{path}, line {number}"
-        messages = _parse_messages(line, location)
-        episodes.append(_to_episode(messages, new_conversation(), prefix, end_id, location))
+        conversation = new_conversation()
+        messages, tools = _parse(line, location)
+        if tools is None and conversation.system_prompt:
+            _check_dialogue(messages, location)
+            episodes.append(_to_episode(messages, conversation, prefix, end_id, location))
+        else:
+            episodes.append(_history_to_episode(messages, tools or [], template, conversation, end_id, location))
     if not episodes:
         raise ConfigError(f"the demonstrations {str(path)!r} are empty. Write one {_EXPECTED} a line.")
     return episodes
 
 
-def _parse_messages(line: str, location: str) -> list[Message]:
-    """Returns the messages of a line after checking roles and contents."""
+def _parse(line: str, location: str) -> tuple[list[ChatMessage], list[Tool] | None]:
+    """Returns the messages and the tools of a line, the latter None if it has none; checks their types."""
     try:
-        messages = json.loads(line)["messages"]
-        roles = [message["role"] for message in messages]
-        contents = [message["content"] for message in messages]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        content = json.loads(line)
+        messages = content["messages"]
+        tools = content.get("tools")
+        read = [chat_message(message) for message in messages]
+        names = [tool["function"]["name"] for tool in tools or ()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{location} is not a conversation ({type(error).__name__}: {error}). Expected {_EXPECTED}."
         ) from error
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{location} has tools with the names {excerpt(names)}. Make every name a string.")
+    for message in read:
+        if not message["content"] and not message.get("tool_calls"):
+            raise ConfigError(
+                f"{location} holds a message without text. Make every content a string that is not empty."
+            )
+        check_text(message["content"], location)
+    return read, tools
+
+
+def _check_dialogue(messages: list[ChatMessage], location: str) -> None:
+    """Rejects messages other than observations and replies in turn, after an optional system prompt."""
+    roles = [message["role"] for message in messages]
     dialogue = roles[1:] if roles[:1] == ["system"] else roles
     if not dialogue or len(dialogue) % 2 or dialogue != ["user", "assistant"] * (len(dialogue) // 2):
         raise ConfigError(
             f"{location} has the roles {roles}. Expected at most one 'system', then 'user' and 'assistant' in turn, "
             "'assistant' last."
         )
-    for content in contents:
-        if not isinstance(content, str) or not content:
-            raise ConfigError(
-                f"{location} holds a message without text. Make every content a string that is not empty."
-            )
-    for content in contents:
-        check_text(content, location)
-    return messages
 
 
 def _to_episode(
-    messages: list[Message], conversation: Conversation, prefix: str, end_id: int, location: str
+    messages: list[ChatMessage], conversation: Conversation, prefix: str, end_id: int, location: str
 ) -> Episode:
     """Encodes messages as an episode."""
     if messages[0]["role"] == "system":
@@ -130,11 +149,40 @@ def _to_episode(
     for user, assistant in zip(messages[::2], messages[1::2], strict=True):
         ids = (*conversation.template.encode(assistant["content"].removeprefix(prefix)), end_id)
         length = conversation.observe(user["content"], prefix).token_count + len(ids)
-        if conversation.max_length is not None and length > conversation.max_length:
-            raise ContextLengthError(
-                f"{location} needs {length} tokens, more than the model's {conversation.max_length}. Shorten it."
-            )
-        # Nothing was sampled, and supervised learning does not read these log-probabilities.
-        reply = Reply(ids, (0.0,) * len(ids), 0.0, "eos", None, 0)
-        conversation.answer(reply, assistant["content"])
+        _check_length(length, conversation.max_length, location)
+        conversation.answer(_demonstrated(ids), assistant["content"])
     return Episode(tuple(conversation.turns), terminated=True, truncated=False)
+
+
+def _history_to_episode(
+    messages: list[ChatMessage],
+    tools: list[Tool],
+    template: HistoryTemplate,
+    conversation: Conversation,
+    end_id: int,
+    location: str,
+) -> Episode:
+    """Encodes a program's history as an episode with one turn per reply."""
+    episode = HistoryEpisode()
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if index == 0:
+            raise ConfigError(f"{location} begins with a reply. Begin with a message that it answers.")
+        ids = (*template.reply_ids(messages, tools, index), end_id)
+        call = episode.prepare(template, messages[:index], tools)
+        _check_length(call.prompt_length + len(ids), conversation.max_length, location)
+        episode.record(call, _demonstrated(ids), message, message["content"])
+    if not episode.turns:
+        raise ConfigError(f"{location} has no reply. Add a message with the role 'assistant'.")
+    return episode.finished(truncated=False, group=None)
+
+
+def _check_length(length: int, max_length: int | None, location: str) -> None:
+    if max_length is not None and length > max_length:
+        raise ContextLengthError(f"{location} needs {length} tokens, more than the model's {max_length}. Shorten it.")
+
+
+def _demonstrated(ids: tuple[int, ...]) -> Reply:
+    """Returns a reply that was not sampled; supervised learning does not read its log-probabilities."""
+    return Reply(ids, (0.0,) * len(ids), 0.0, "eos", None, 0)

@@ -7,22 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import openai
+import pytest
 
 import llamagym
 from llamagym.serving import ChatAgent
 from tests.helpers.agents import make_agent
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "find",
-            "description": "Looks a name up.",
-            "parameters": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-        },
-    }
-]
+# Only the whole test run has them.
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
 HELLO = [{"role": "user", "content": "hello"}]
 
 

@@ -119,6 +119,11 @@ def small(tmp_path_factory) -> Any:
 
 # Names of other libraries, LlamaGym 0.1.1 and shells that pages show as code.
 FOREIGN = {
+    # Requests of HTTP.
+    "DELETE",
+    "GET",
+    "POST",
+    "ID",
     *("MaskablePPO", "AsyncGRPOTrainer", "custom_module_functions", "custom_updater"),
     *(
         "BaseCallback",
@@ -136,6 +141,7 @@ FOREIGN = {
     *("beta", "clip_coef", "gae_lambda", "lr_actor", "lr_critic", "update_epochs"),
     *("current_batch", "model_ref", "ppo_config", "resize_token_embeddings"),
     *("OMP_PROC_BIND", "OMP_PLACES", "HF_TOKEN", "HF_HOME", "WANDB_MODE", "ENV_ID", "FOLDER"),
+    *("GET", "POST", "DELETE", "ID"),
     *("pip", "install", "deps", "python", "nltk", "downloader", "torchrun", "launch", "multi_gpu", "venv", "cores"),
     # Made up on the page.
     *(

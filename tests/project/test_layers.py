@@ -44,6 +44,7 @@ LAZY = {"wandb", "bitsandbytes", "textworld", "minigrid", "textarena", "openenv"
 HEAVY = {
     *LAZY,
     "datasets",
+    "fastapi",
     "numba",
     "pandas",
     "peft",
@@ -55,6 +56,7 @@ HEAVY = {
     "transformers.modeling_utils",
     "transformers.models.auto.auto_factory",
     "trl",
+    "uvicorn",
 }
 FILES = sorted(LIBRARY.rglob("*.py"))
 MAX_LINES = 600

@@ -9,7 +9,8 @@ from llamagym.agent.agent import collector_of
 from llamagym.serving import ChatAgent
 from llamagym.text.episode import segments_of
 from tests.helpers.agents import make_agent
-from tests.helpers.serving import TOOLS, Client, served
+from tests.helpers.serving import Client, served
+from tests.helpers.tools import TOOLS
 
 
 def buffered(client: Client):
@@ -202,7 +203,7 @@ def test_episode_is_named_in_three_ways(way):
         elif way == "header":
             headers = {"X-Episode-Id": "a"}
         else:
-            path = "/../episodes/a/v1/chat/completions"
+            path = "/episodes/a/chat/completions"
         assert client.post(path, body, headers=headers).json()["episode"] == {"id": "a", "turns": [0]}
         client.end("a")
         assert len(buffered(client)) == 1

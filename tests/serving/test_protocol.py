@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 
 import llamagym
@@ -15,7 +14,8 @@ from llamagym.agent.agent import collector_of
 from llamagym.errors import ConfigError
 from llamagym.serving import ChatAgent
 from tests.helpers.agents import make_agent
-from tests.helpers.serving import TOOLS, Client, served
+from tests.helpers.serving import Client, openai, served
+from tests.helpers.tools import TOOLS
 
 
 @pytest.fixture(scope="module")

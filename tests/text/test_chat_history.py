@@ -6,8 +6,8 @@ from llamagym.errors import ChatTemplateError
 from llamagym.text.chat_history import HistoryTemplate, history_keys
 from llamagym.text.chat_template import ChatTemplate
 from llamagym.text.tool_calls import ToolCall, read_calls
-from tests.helpers.serving import TOOLS
 from tests.helpers.tiny import FAMILIES, tiny_tokenizer
+from tests.helpers.tools import TOOLS
 
 # As Qwen 2.5: tools in the system message, calls and results between tags.
 QWEN_TOOLS = (
@@ -35,7 +35,7 @@ STRICT = QWEN_TOOLS.replace(
 def template_of(family: str = "qwen2", chat_template: str | None = None):
     tokenizer = tiny_tokenizer(family)
     tokenizer.chat_template = chat_template or tokenizer.chat_template
-    return tokenizer, HistoryTemplate(tokenizer, ChatTemplate(tokenizer))
+    return tokenizer, HistoryTemplate(ChatTemplate(tokenizer))
 
 
 def call(arguments: dict[str, str], call_id: str = "abc"):
@@ -98,7 +98,8 @@ def test_continuation_appends_to_a_reply(chat_template):
     tokenizer, template = template_of(chat_template=chat_template)
     whole = template.prompt(CALLING, TOOLS)
     before = template.prompt(CALLING[:2], TOOLS)
-    reply = list(tokenizer(ToolCall("find", {"name": "Anna"}).text() + "<|im_end|>")["input_ids"])
+    reply = [*template.reply_ids(CALLING, TOOLS, 2), tokenizer.eos_token_id]
+    assert read_calls(tokenizer.decode(reply[:-1]))[1] == [ToolCall("find", {"name": "Anna"})]
     after = template.continuation(CALLING, TOOLS, 2, tokenizer.eos_token_id)
     assert before + reply + after == whole
     # A reply that was cut off is closed by the template.

@@ -1,8 +1,8 @@
-"""Episodes that clients play through the API, and the exact token ids that the model saw in them.
+"""Episodes whose histories come from a program, whole at each call, and the token ids that the model saw in them.
 
-A client sends its whole history at each call. If the history continues a reply that was recorded, the call continues
-that reply's context: only the ids of the new messages are appended. Any other history starts a context of its own, such
-as one that the client shortened, or that of a second agent within the episode.
+If a history continues a reply that was recorded, the call continues that reply's context: only the ids of the new
+messages are appended. Any other history starts a context of its own, such as one that the program shortened, or that of
+a second agent within the episode.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import ChatTemplateError
-from ..text.chat_history import HistoryTemplate, history_keys
-from ..text.chat_template import Message
-from ..text.episode import Episode, Prompt, Reply, Segment, Turn
-from ..text.tool_calls import ChatMessage, Tool
+from .chat_history import HistoryTemplate, history_keys
+from .chat_template import Message
+from .episode import Episode, Prompt, Reply, Segment, Turn
+from .tool_calls import ChatMessage, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class PreparedCall:
 
 
 @dataclass
-class ServedEpisode:
+class HistoryEpisode:
     """An episode in progress.
 
     Attributes:
