@@ -6,6 +6,7 @@ targets per branch point; M and K are padded. H hidden size, F tokens of free te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ def numbered(contexts: Sequence[Segment]) -> list[Segment]:
     """Contexts with pending prompts as the rows of one batch, for `TreeCache`."""
     return [Segment(context.turns, context.pending, row, context.rank) for row, context in enumerate(contexts)]
 
+
+# Largest number of inputs that are recorded per layer. With long replies, all would take gigabytes, and their
+# principal components minutes.
+_MAX_INPUTS = 4096
 
 Weights = Literal["policy", "reference", "base"]
 """Weights of a forward pass: the policy's; the reference's, which `init_kl_coef` penalizes the distance to; or the base
@@ -374,33 +379,45 @@ def _branches_by_decision(reading: Reading, count: int) -> Tensor:
 
 def read_inputs(
     tree_chunks: Iterable[Sequence[TokenTree]],
-    layers: Sequence[nn.Linear],
+    node_count: int,
+    layers: Iterable[nn.Linear],
     features_of: Callable[[Sequence[TokenTree]], Tensor],
 ) -> tuple[Tensor, dict[nn.Linear, Tensor], Tensor]:
     """Records the critic's features and the inputs of some layers.
 
     Args:
         tree_chunks: Token trees of each forward pass.
+        node_count: Number of their nodes.
         layers: Layers whose inputs are recorded.
         features_of: Runs the model on token trees; returns the critic's features.
 
     Returns:
-        Features (N, H); the inputs of each layer at all nodes, (M, H); and a number for each node, int64 (M,), equal
-        for nodes with the same tokens of a reply. Layers that do not run once per row of a batch are left out: experts,
-        the output layer, and layers whose weights another module uses.
+        Features (N, H); the inputs of each layer at all nodes, or at evenly spaced ones if there are many, (M, H); and
+        a number for each of these nodes, int64 (M,), equal for nodes with the same tokens of a reply. Layers that do
+        not run once per row of a batch are left out: experts, the output layer, and layers whose weights another module
+        uses.
     """
+    stride = math.ceil(node_count / _MAX_INPUTS)
     features: list[Tensor] = []
     inputs: dict[nn.Linear, list[Tensor]] = {layer: [] for layer in layers}
     numbers: dict[tuple[int, ...], int] = {}
     groups: list[int] = []
-    with latest_inputs(list(layers)) as latest:
+    nodes_before = 0
+    with latest_inputs(list(inputs)) as latest:
         for trees in tree_chunks:
             features.append(features_of(trees))
-            groups += [numbers.setdefault(path, len(numbers)) for tree in trees for path in tree.paths()]
+            first_nodes: list[int] = []
+            for tree in trees:
+                first = -nodes_before % stride
+                first_nodes.append(first)
+                groups += [numbers.setdefault(path, len(numbers)) for path in tree.paths()[first::stride]]
+                nodes_before += tree.node_count
             for layer in list(inputs):
                 received = latest.get(layer)
                 if received is None or received.ndim != 3 or len(received) != len(trees):
                     del inputs[layer]
                     continue
-                inputs[layer] += [row[: tree.node_count] for row, tree in zip(received, trees, strict=True)]
+                for row, tree, first in zip(received, trees, first_nodes, strict=True):
+                    # A copy, since a view would keep the whole batch in memory.
+                    inputs[layer].append(row[first : tree.node_count : stride].clone())
     return torch.cat(features), {layer: torch.cat(rows) for layer, rows in inputs.items()}, torch.tensor(groups)

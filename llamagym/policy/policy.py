@@ -466,9 +466,10 @@ class Policy:
             return
         fresh = fresh_rows(self.model.pretrained_model) if self.aims_lora else {}
         chunked = ([trees[row] for row in rows] for rows in self._chunks(trees))
+        nodes = sum(tree.node_count for tree in trees)
         # Layers whose inputs are recorded are not fused, and use other packed copies.
         with self.backbone.transformer.temporary_packing():
-            features, inputs, groups = read_inputs(chunked, list(fresh), lambda chunk: self._read(chunk).features)
+            features, inputs, groups = read_inputs(chunked, nodes, fresh, lambda chunk: self._read(chunk).features)
         self._notice_changes()
         for layer, received in inputs.items():
             initialize_rows_(layer, fresh[layer], received, groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from llamagym.models.lora import (
     is_activated,
     is_fresh,
     latest_inputs,
+    lora_matrices,
     within_group_components,
 )
 from llamagym.models.peft_internals import acting_on_every_token, layers_with_variants
-from tests.helpers.agents import ChoiceAgent, actor_of, make_agent
+from llamagym.policy import evaluation
+from tests.helpers.agents import ChoiceAgent, WordAgent, actor_of, make_agent
 from tests.helpers.tiny import FAMILIES, tiny_base_model, tiny_model
 
 
@@ -117,6 +120,35 @@ def test_only_fresh_rows_are_initialized() -> None:
     initialize_rows_(layer, fresh_rows(model)[layer], inputs, torch.zeros(50, dtype=torch.long))
     moved = (layer.weight != before).any(dim=1)
     assert moved.nonzero()[:, 0].tolist() == fresh_rows(model)[layer].tolist()
+
+
+def test_components_come_from_a_limited_number_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long replies have many: all of them would take gigabytes."""
+    agent = make_agent(WordAgent, generate={"max_new_tokens": 30})
+    for conversation in range(12):
+        agent.act_batch([conversation], [conversation])
+    segments = [actor_of(agent).conversation(conversation).current_segment() for conversation in range(12)]
+    trees = agent.policy.trees.of(segments)
+    nodes = sum(tree.node_count for tree in trees)
+    layers = [down for down, _ in lora_matrices(agent.model.pretrained_model)]
+
+    @torch.no_grad()
+    def recorded(chunks: list[Any]) -> Any:
+        with agent.policy.backbone.transformer.temporary_packing():
+            return evaluation.read_inputs(chunks, nodes, layers, lambda chunk: agent.policy._read(chunk).features)
+
+    _, inputs, groups = recorded([trees])
+    assert len(groups) == nodes > 100
+    monkeypatch.setattr(evaluation, "_MAX_INPUTS", 100)
+    stride = -(-nodes // 100)
+    for chunks in ([trees], [trees[:5], trees[5:]]):
+        features, fewer, fewer_groups = recorded(chunks)
+        assert len(features) == 12
+        assert len(fewer_groups) <= 100
+        for layer in layers:
+            assert torch.allclose(fewer[layer], inputs[layer][::stride], atol=1e-5)
+        same = groups[::stride][:, None] == groups[::stride]
+        assert torch.equal(fewer_groups[:, None] == fewer_groups, same)
 
 
 @pytest.mark.parametrize("activated", [True, False])
