@@ -179,7 +179,7 @@ class Collector:
 
         Args:
             episodes: The episodes.
-            messages: The messages of each: one of the user and one of the assistant for each turn, beside the system's.
+            messages: The chat messages of each: the system's, then one of the user and one of the assistant per turn.
             env_ids: The environments that they ended in.
 
         Returns:

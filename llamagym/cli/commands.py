@@ -18,7 +18,7 @@ MODEL = "smollm2-135m"
 LEARNING_RATE = 0.001
 ENTROPY_COEF = 0.02
 EVALUATION_SEED = 1_000_000
-# Of a new agent that is served. Programs expect longer replies than environments.
+# Defaults of a new served agent. Programs expect longer replies than environments.
 SERVED = {"model": MODEL, "max_new_tokens": 256, "learning_rate": LEARNING_RATE, "seed": 0}
 
 

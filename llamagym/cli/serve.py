@@ -34,7 +34,7 @@ def serve(
     api_key: str | None,
     **new_agent: Any,
 ) -> None:
-    """Serves an agent until Ctrl-C; the arguments are the command's options, at the end those of a new agent."""
+    """Serves an agent until Ctrl-C; the arguments are the command's options, `new_agent` those of a new agent."""
     if train and out is None:
         raise click.UsageError("--train needs --out, the folder to save the agent in.")
     if out is not None:
@@ -60,7 +60,14 @@ def serve(
             agent.save(out)
 
     stopped = threading.Event()
-    previous = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(*_: object) -> None:
+        stopped.set()
+        # A second Ctrl-C ends the program even during an update.
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with serving.serve(agent, host, port, api_key=api_key, on_update=report) as url:
             mode = "training" if train else "evaluation"

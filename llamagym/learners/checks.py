@@ -88,7 +88,7 @@ def check_reward(reward: float, turn: int, turns: Sequence[Turn], learned_turns:
         )
     number = as_number(reward)
     if not math.isfinite(number):
-        raise EpisodeError(f"Reward {excerpt(reward)} for {owner} is not a finite number. Check the environment.")
+        raise EpisodeError(f"Reward {excerpt(reward)} for {owner} is not a finite number. Check where it comes from.")
     total = turns[int(turn)].reward + number
     if not abs(total) < _MAX_REWARD:
         raise EpisodeError(

@@ -392,7 +392,7 @@ class Policy:
             trees: Contexts that fit the model with a reply of `config.max_new_tokens`.
             config: Options of sampling.
             learning: Whether replies will be learned from.
-            watchers: None, or one per context. A sampler's replies are shown to them complete.
+            watchers: One per context, or empty. A sampler's replies are shown to them complete.
         """
         if not trees:
             return []

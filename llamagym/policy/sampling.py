@@ -55,8 +55,7 @@ def require_finite(outputs: Tensor) -> None:
 
 
 Watcher = Callable[[tuple[int, ...]], int | None]
-"""Receives the tokens of a reply whenever it has grown, and returns how many to keep if the reply must end, else
-None."""
+"""Called with a reply's tokens whenever it has grown; returns the number to keep to end it, or None to continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def write_replies(
         eos_ids: All ids that end a reply.
         rng: Random numbers.
         drafter: Guesses of next tokens; remembers the replies.
-        watchers: None, or one per context.
+        watchers: One per context, or empty.
     """
     transformer = backbone.transformer
     spare = config.max_new_tokens + spare_columns(config.draft_limit)
@@ -201,7 +200,7 @@ def write_text(
         eos_ids: All ids that end a reply.
         rng: Random numbers.
         drafter: Guesses of next tokens; remembers the replies.
-        watchers: None, or one per context.
+        watchers: One per context, or empty.
 
     Returns:
         The hidden state of each context's last token, float (B, H), and the texts.

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
-from fastapi import Depends, FastAPI, Header, Request, Response
+from fastapi import FastAPI, Header, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ChatTemplateError, ConfigError, ContextLengthError, EpisodeError, LlamaGymError
 from .requests import ChatRequest, EndRequest, RewardRequest
 from .worker import Call, Completion, ServerClosedError, UnknownEpisodeError, Worker
 
-# A body of this size exceeds every model's context.
-_MOST_BODY_BYTES = 16 * 2**20
-_LONGEST_EPISODE_ID = 256
+Result = TypeVar("Result")
+
+# Larger bodies are rejected.
+_MAX_BODY_BYTES = 16 * 2**20
+# What can be a part of an address, and of a header, without being encoded.
+_EPISODE_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._~:@+-]{1,256}")
 
 
 class _ApiError(Exception):
@@ -62,6 +66,8 @@ def _as_api_error(error: Exception) -> _ApiError:
         return _from_validation(error)
     if isinstance(error, HTTPException):
         return _ApiError(error.status_code, str(error.detail))
+    if isinstance(error, RecursionError):
+        return _ApiError(400, "The messages or tools are nested too deeply.")
     return _ApiError(500, f"{type(error).__name__}: {error}")
 
 
@@ -79,21 +85,17 @@ def _from_validation(error: RequestValidationError) -> _ApiError:
     return _ApiError(400, f"Invalid {'.'.join(path)}: {message}.", ".".join(path))
 
 
-def make_app(worker: Worker, model_name: str, api_key: str | None, trusted_hosts: Sequence[str]) -> FastAPI:
+def make_app(worker: Worker, model_name: str, api_key: str | None, hosts: Collection[str]) -> ASGIApp:
     """Creates the application.
 
     Args:
         worker: Answers the calls; started.
         model_name: The model's name in answers.
         api_key: Key that clients must send; None for no key.
-        trusted_hosts: Names by which clients may address the server. A page in a browser on the same machine can reach
-            it by other names.
+        hosts: Accepted names in Host headers, which prevents DNS rebinding; empty accepts all.
     """
-    app = FastAPI(title="llamagym", docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(_check_key)])
-    app.state.api_key = api_key
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(trusted_hosts))
-    app.add_middleware(_LimitBody)
-    for kind in (_ApiError, LlamaGymError, HTTPException, RequestValidationError, Exception):
+    app = FastAPI(title="llamagym", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    for kind in (_ApiError, LlamaGymError, HTTPException, RequestValidationError, RecursionError, Exception):
         app.add_exception_handler(kind, _on_error)
     started = int(time.time())
 
@@ -111,21 +113,24 @@ def make_app(worker: Worker, model_name: str, api_key: str | None, trusted_hosts
         episode_id: str | None = None,
         x_episode_id: Annotated[str | None, Header()] = None,
     ) -> Response:
+        # The address takes precedence over the header, and the header over the field.
         episode = episode_id or x_episode_id or body.user
-        if worker.is_learning and not episode:
+        if episode is not None and not _EPISODE_ID.fullmatch(episode):
+            raise _ApiError(
+                400, "An episode's id has 1 to 256 characters: letters, digits and any of . _ ~ : @ + -", "user"
+            )
+        if worker.is_learning and episode is None:
             raise _ApiError(
                 400,
                 "The agent is learning, so a call must name its episode: in the address, /v1/episodes/ID, in the "
                 "header X-Episode-Id, or in the field user.",
                 "user",
             )
-        if episode and len(episode) > _LONGEST_EPISODE_ID:
-            raise _ApiError(400, f"An episode's id may have {_LONGEST_EPISODE_ID} characters.", "user")
         answer = _Answer(worker, body, episode, model_name)
         if body.stream:
             events = answer.events()
             # An error before the first event has a status of its own.
-            first = await anext(events)
+            first = await _unless_disconnected(request, anext(events))
             return StreamingResponse(_after(first, events), media_type="text/event-stream")
         return JSONResponse(await answer.whole(request))
 
@@ -147,35 +152,56 @@ def make_app(worker: Worker, model_name: str, api_key: str | None, trusted_hosts
         await asyncio.wrap_future(worker.discard(episode_id))
         return {"id": episode_id, "object": "episode", "deleted": True}
 
-    return app
+    return _Guard(app, api_key, hosts)
 
 
-class _LimitBody:
-    """Rejects a body that is too long to be read, by its announced length."""
+class _Guard:
+    """Rejects requests before their body is read: of other hosts, without the key, too large, or of another type.
 
-    def __init__(self, app: ASGIApp) -> None:
+    A page in a browser can send requests to this machine, but with a Host header of its own name, or without a content
+    type that the page's origin would have to be allowed to send.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str]) -> None:
         self._app = app
+        self._api_key = api_key
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
-        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
-        length = headers.get("content-length", "0")
-        error = None
-        if "transfer-encoding" in headers:
-            error = _ApiError(411, "Send the body with a Content-Length.")
-        elif not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
-            error = _ApiError(413, f"The body may have {_MOST_BODY_BYTES} bytes, and has {length[:20]}.")
+        error = self._error(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
         answer = self._app if error is None else error.response()
         await answer(scope, receive, send)
 
+    def _error(self, method: str, headers: Headers) -> _ApiError | None:
+        """Returns why a request is rejected, or None."""
+        host = headers.get("host", "")
+        if self._hosts and _name_of(host) not in self._hosts:
+            return _ApiError(400, f"The Host header {host!r} is not a name of this machine's loopback address.")
+        if self._api_key is not None and not self._has_key(headers.get("authorization", "")):
+            message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'."
+            return _ApiError(401, message, code="invalid_api_key")
+        if "transfer-encoding" in headers:
+            return _ApiError(411, "Send the body with a Content-Length.")
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
+            return _ApiError(413, f"Content-Length must be an int up to {_MAX_BODY_BYTES}, got {length[:20]!r}.")
+        if method == "POST" and headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            return _ApiError(415, "Send a JSON object with Content-Type: application/json.")
+        return None
 
-async def _check_key(request: Request, authorization: Annotated[str, Header()] = "") -> None:
-    """Rejects a request without the server's key."""
-    key = request.app.state.api_key
-    if key is not None and not secrets.compare_digest(authorization.encode(), f"Bearer {key}".encode()):
-        raise _ApiError(
-            401, "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.", code="invalid_api_key"
-        )
+    def _has_key(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        is_right = secrets.compare_digest(key.strip().encode(), str(self._api_key).encode())
+        return scheme.lower() == "bearer" and is_right
+
+
+def _name_of(host: str) -> str | None:
+    """Returns the name or address in a Host header, without its port; None if it is invalid."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
 
 
 async def _on_error(_: Request, error: Exception) -> JSONResponse:
@@ -183,7 +209,7 @@ async def _on_error(_: Request, error: Exception) -> JSONResponse:
 
 
 def _json_number(value: Any) -> float | None:
-    """Returns a statistic as JSON holds it: NaN and infinities are None."""
+    """Returns a statistic as a JSON number; NaN and infinities become null."""
     number = float(value)
     return number if abs(number) < float("inf") else None
 
@@ -218,18 +244,10 @@ class _Answer:
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """Returns all replies when they are finished; stops writing them if the client leaves."""
-        waiting = asyncio.gather(*(self._submit(call) for call in self._calls))
-        leaving = asyncio.ensure_future(_disconnected(request))
-        ends: list[asyncio.Future[Any]] = [waiting, leaving]
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                raise _ApiError(499, "The client has left.")
-            completions = waiting.result()
+            completions = await _unless_disconnected(request, self._completions())
         finally:
-            leaving.cancel()
             self._cancel()
-            waiting.cancel()
         choices = [
             {
                 "index": index,
@@ -242,16 +260,18 @@ class _Answer:
         whole = {"object": "chat.completion", **self._head, "choices": choices, "usage": _usage(completions)}
         return whole | self._recorded(completions)
 
-    def _submit(self, call: Call) -> asyncio.Future[Completion]:
-        self._worker.submit(call)
-        return asyncio.wrap_future(call.completion)
+    async def _completions(self) -> list[Completion]:
+        """Returns the completed calls."""
+        for call in self._calls:
+            self._worker.submit(call)
+        return await asyncio.gather(*(asyncio.wrap_future(call.completion) for call in self._calls))
 
     def _cancel(self) -> None:
         for call in self._calls:
             call.is_cancelled = True
 
     def _recorded(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Returns where the replies were recorded, which is not a part of OpenAI's API; empty if they were not."""
+        """Returns episode and turns of recorded replies, an extension of OpenAI's API; empty otherwise."""
         turns = [completion.turn for completion in completions]
         if None in turns:
             return {}
@@ -337,6 +357,25 @@ async def _after(first: str, events: AsyncGenerator[str, None]) -> AsyncIterator
         yield first
         async for event in events:
             yield event
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
+    """Returns the result of some work, which is cancelled if the client leaves before.
+
+    Raises:
+        _ApiError: The client has left; nobody reads the answer.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    tasks: list[asyncio.Future[Any]] = [working, leaving]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _ApiError(499, "The client has left.")
+        return working.result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _disconnected(request: Request) -> None:

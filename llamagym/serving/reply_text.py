@@ -16,7 +16,8 @@ class ReplyText:
 
     Attributes:
         text: The text so far, up to a stop text.
-        finish_reason: Why it must end: a stop text, or the client's limit of tokens; None if it need not end.
+        finish_reason: Reason for ending the reply: a stop text, or the client's limit of tokens; None while it
+            continues.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class ReplyText:
             decode: Returns the text of token ids.
             token_limit: Maximum number of tokens.
             stops: Texts that end the reply.
-            send: Receives pieces of the text as soon as they are certain; None if nobody waits for them.
+            send: Receives pieces of the text that later tokens cannot change; None if nobody waits for them.
             may_call_tools: Whether tool calls, which are sent complete, may follow the text.
         """
         self.text = ""
@@ -44,7 +45,7 @@ class ReplyText:
         self._send = send
         self._may_call_tools = may_call_tools
         self._seen_tokens = 0
-        self._sent_characters = 0
+        self._sent = ""
 
     def __call__(self, ids: tuple[int, ...]) -> int | None:
         """Reads the tokens so far; returns how many to keep if the reply must end, else None."""
@@ -73,7 +74,7 @@ class ReplyText:
         return None
 
     def _send_certain(self) -> None:
-        """Sends the text up to where a stop text or a tool call may begin."""
+        """Sends the text before a possible stop text or tool call."""
         text = self.text
         if self.finish_reason is None:
             text = text.rstrip(_INCOMPLETE)
@@ -83,10 +84,12 @@ class ReplyText:
                 return
             for mark in CALL_MARKS:
                 text = text.split(mark)[0]
+            # The content of a reply ends before the white space in front of its calls.
+            text = text.rstrip()
         self._send_up_to(text)
 
     def _uncertain_length(self, text: str) -> int:
-        """Returns the number of characters at the end that may be the beginning of a stop text or a call's mark."""
+        """Returns the number of characters at the end with which a stop text or a call's mark may begin."""
         marks = [*self._stops, *(CALL_MARKS if self._may_call_tools else ())]
         for length in range(min(len(text), max(map(len, marks), default=0)), 0, -1):
             if any(mark.startswith(text[-length:]) for mark in marks):
@@ -94,12 +97,11 @@ class ReplyText:
         return 0
 
     def _send_up_to(self, text: str) -> None:
-        piece = text[self._sent_characters :]
-        if piece and self._send is not None:
-            self._sent_characters = len(text)
+        if self._send is not None and len(text) > len(self._sent) and text.startswith(self._sent):
+            piece = text[len(self._sent) :]
+            self._sent = text
             self._send(piece)
 
     def finish(self, content: str) -> None:
-        """Sends what is left of the reply's content after its last token."""
-        if self._send is not None:
-            self._send_up_to(content)
+        """Sends the rest of the reply's content after its last token."""
+        self._send_up_to(content)

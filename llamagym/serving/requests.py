@@ -41,8 +41,8 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
 }
-_MOST_REPLIES = 128
-_MOST_STOPS = 16
+_MAX_REPLIES = 128
+_MAX_STOPS = 16
 
 Number = Annotated[StrictInt | StrictFloat, Field(allow_inf_nan=False)]
 
@@ -80,7 +80,7 @@ class _Message(BaseModel):
     @model_validator(mode="after")
     def _check_content(self) -> Self:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("a message needs content, unless it is an assistant's with tool_calls")
+            raise ValueError("content is required, except in assistant messages with tool_calls")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's message has tool_calls")
         return self
@@ -91,7 +91,8 @@ class _ToolFunction(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field(min_length=1)
+    # A name may begin a reply, so it must hold no control tokens; this is also what OpenAI accepts.
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
 
 
 class _Tool(BaseModel):
@@ -132,8 +133,13 @@ class HistoryRequest(BaseModel):
 
     @model_validator(mode="after")
     def _check_texts(self) -> Self:
-        # Half of a pair of surrogates is valid in JSON, and no text.
-        json.dumps([self.chat_messages(), self.chat_tools()], ensure_ascii=False, allow_nan=False).encode()
+        # JSON can contain lone surrogates, which UTF-8 cannot encode, and Python reads NaN.
+        try:
+            json.dumps([self.chat_messages(), self.chat_tools()], ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("messages or tools contain a lone surrogate") from None
+        except RecursionError:
+            raise ValueError("messages or tools are nested too deeply") from None
         return self
 
     def chat_messages(self) -> list[ChatMessage]:
@@ -167,12 +173,12 @@ class ChatRequest(HistoryRequest):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=_MOST_REPLIES)] | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=_MAX_REPLIES)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=_MOST_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
     stream: StrictBool | None = None
     stream_options: _StreamOptions | None = None
     tool_choice: Literal["none", "auto", "required"] | _ToolChoice | None = None
@@ -191,11 +197,11 @@ class ChatRequest(HistoryRequest):
             known = [*type(self).model_fields, *_IGNORED_FIELDS, *_NEUTRAL_VALUES]
             raise ValueError(f"unknown field {name!r}. {did_you_mean(name, known)}")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ValueError("tool_choice demands a call, but there are no tools")
+            raise ValueError("tool_choice requires tools")
         if isinstance(self.tool_choice, _ToolChoice):
             names = [tool.function.name for tool in self.tools or ()]
             if self.tool_choice.function.name not in names:
-                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, and the tools are {names}")
+                raise ValueError(f"tool_choice must be one of {names}, got {self.tool_choice.function.name!r}")
         return self
 
     @property
@@ -211,7 +217,7 @@ class ChatRequest(HistoryRequest):
 
     @property
     def forced_tool(self) -> str | None:
-        """Name of the tool that the reply must call; an empty string for any tool, None if it need not call one."""
+        """Name of the tool that the reply must call; an empty string for any tool, None if no call is required."""
         if isinstance(self.tool_choice, _ToolChoice):
             return self.tool_choice.function.name
         return "" if self.tool_choice == "required" else None
@@ -238,7 +244,7 @@ class EndRequest(HistoryRequest):
         messages: After a truncated episode, the history that the next call would have sent.
         reward: A last reward, for the last turn.
         truncated: Whether the episode was cut off rather than finished.
-        group: For GRPO, equal for episodes that began alike, such as the number of the task.
+        group: For GRPO, equal for episodes with the same start, such as the number of the task.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from ipaddress import ip_address
 from typing import Any
 
 from .. import distributed
@@ -18,7 +20,8 @@ from .worker import Worker
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Seconds that running requests get to finish when the server closes.
+_API_KEY = re.compile("[!-~]+")
+# Seconds that clients get to read their answers when the server closes.
 _SHUTDOWN_S = 5
 
 
@@ -55,24 +58,24 @@ def serve(
         with llamagym.serve(agent) as url:
             client = openai.OpenAI(base_url=url, api_key="none")
 
-    In training mode each call is recorded under an episode. A client whose base URL is `{url}/episodes/ID` plays that
+    In training mode each call is recorded under an episode. Calls to the base URL `{url}/episodes/ID` belong to that
     episode; the header X-Episode-Id and the field `user` name it as well. `POST {url}/episodes/ID/reward` and
-    `{url}/episodes/ID/end` assign rewards and end it. A batch of ended episodes trains the agent, during which calls
-    wait.
+    `{url}/episodes/ID/end` assign rewards and end it. A batch of ended episodes trains the agent; calls wait during the
+    update.
 
     Args:
         agent: The agent. Its `get_system_prompt` and other methods are not called: clients send all messages.
         host: Address to listen on; by default only programs on this machine can connect.
         port: Port; 0 takes a free one.
         api_key: Key that clients must send; None for no key.
-        on_update: Called with the statistics of each update, in the server's thread.
+        on_update: Called with the statistics of each update, in the worker's thread, while calls wait.
 
     Yields:
         The base URL for clients, ending in /v1.
 
     Raises:
-        ConfigError: The address cannot be listened on, an argument is invalid, or several processes learn together.
-        ImportError: FastAPI or uvicorn is missing.
+        ConfigError: Binding the address fails, an argument is invalid, several processes learn together, or FastAPI or
+            uvicorn is missing.
     """
     with needs("serve", "Serving"):
         import uvicorn
@@ -81,39 +84,44 @@ def serve(
     if not isinstance(agent, Agent):
         raise ConfigError(f"serve() received a {type(agent).__name__}. Pass an Agent, such as a ChatAgent.")
     if distributed.world_size() > 1:
-        raise ConfigError("An agent that several processes train together cannot be served. Start one process.")
-    if host not in _LOOPBACK and api_key is None:
-        logger.warning("Everyone who can reach %s can use this server. Pass an api_key.", host)
-    listener = _listen(host, port)
-    bound_host, bound_port = listener.getsockname()[:2]
-    shown_host = f"[{bound_host}]" if ":" in bound_host else bound_host
+        raise ConfigError("Serving supports one process. Start the program without a launcher.")
+    if api_key is not None and not _API_KEY.fullmatch(api_key):
+        raise ConfigError("api_key must consist of printable ASCII characters without spaces, which a header can hold.")
     worker = Worker(collector_of(agent), on_update)
-    trusted_hosts = [*_LOOPBACK, "[::1]"] if host in _LOOPBACK else ["*"]
-    app = make_app(worker, _model_name(agent), api_key, trusted_hosts)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_SHUTDOWN_S)
-    )
-    thread = threading.Thread(target=server.run, args=([listener],), name="llamagym-http", daemon=True)
-    worker.start()
-    thread.start()
-    try:
-        yield f"http://{shown_host}:{bound_port}/v1"
-    finally:
-        server.should_exit = True
-        worker.close()
-        thread.join()
-        listener.close()
+    with closing(_listen(host, port)) as listener:
+        address, bound_port = listener.getsockname()[:2]
+        is_loopback = ip_address(address).is_loopback
+        if not is_loopback and api_key is None:
+            logger.warning("Everyone who can reach %s can use this server. Pass an api_key.", host)
+        hosts = {*_LOOPBACK, address} if is_loopback else ()
+        app = make_app(worker, _model_name(agent), api_key, hosts)
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_SHUTDOWN_S)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],), name="llamagym-http", daemon=True)
+        worker.start()
+        thread.start()
+        try:
+            yield f"http://[{address}]:{bound_port}/v1" if ":" in address else f"http://{address}:{bound_port}/v1"
+        finally:
+            # First the work: clients whose episode ends now still get their answer.
+            worker.close()
+            server.should_exit = True
+            thread.join()
 
 
 def _listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens, so that clients can connect before the server runs."""
+    if not isinstance(host, str):
+        raise ConfigError(f"host must be a str, got {host!r}.")
     if type(port) is not int or not 0 <= port < 2**16:
-        raise ConfigError(f"port must be an int from 0, which takes a free one, to {2**16 - 1}, got {port!r}.")
+        raise ConfigError(f"port must be an int from 0 to {2**16 - 1} (0 picks a free port), got {port!r}.")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ConfigError(f"Cannot listen on host {host!r}, port {port}: {error}. Choose others.") from error
+        raise ConfigError(
+            f"Cannot listen on host {host!r}, port {port}: {error}. Choose another host or port."
+        ) from error
 
 
 def _model_name(agent: Agent) -> str:

@@ -20,7 +20,6 @@ from ..agent.collector import Collector
 from ..errors import ContextLengthError, EpisodeError, LlamaGymError, SamplerError, excerpt
 from ..learners.base import Stats
 from ..learners.checks import check_reward
-from ..models.registry import GenerationConfig
 from ..options import as_number
 from ..policy.evaluation import numbered
 from ..policy.sampling import SampledText
@@ -36,10 +35,12 @@ Result = TypeVar("Result")
 
 # Calls that arrive within this time of each other are answered together.
 _GATHER_S = 0.005
-# Further waiting ends after this time, since a call may always be arriving.
-_LONGEST_GATHER_S = 0.05
-# More open episodes than this are probably forgotten ones.
-_MOST_EPISODES = 10_000
+# Limit of gathering under a steady stream of calls.
+_MAX_GATHER_S = 0.05
+# More open episodes than this were probably never ended.
+_MAX_EPISODES = 10_000
+# A lower temperature of a call takes the most likely token; logits divided by it would overflow.
+_MIN_TEMPERATURE = 0.01
 
 
 class ServerClosedError(LlamaGymError, RuntimeError):
@@ -47,7 +48,7 @@ class ServerClosedError(LlamaGymError, RuntimeError):
 
 
 class UnknownEpisodeError(EpisodeError):
-    """No call was recorded under an episode's id."""
+    """No open episode has this id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +78,14 @@ class Call:
         messages: The history.
         tools: Tools that the reply may call.
         opening: Fixed text that the reply begins with.
-        token_limit: Maximum tokens of the reply; None is the agent's, or what is left of the context.
+        token_limit: Maximum tokens of the reply. None: the agent's limit, capped by the remaining context.
         temperature: Divisor of logits; 0 takes the most likely token, None is the agent's.
         top_p: Nucleus sampling; None is the agent's.
         stops: Texts that end the reply.
         episode_id: Episode to record it under; None if it is not recorded.
         send: Receives pieces of the reply's content, in the worker's thread; None if it is not streamed.
         completion: The answer, or the error.
-        is_cancelled: Set when the client has gone: then the call is neither answered nor recorded.
+        is_cancelled: Whether the client has disconnected; then the call is neither answered nor recorded.
     """
 
     messages: Sequence[ChatMessage]
@@ -102,7 +103,7 @@ class Call:
 
 @dataclass(eq=False)
 class _Task:
-    """Other work on the model or the episodes."""
+    """A reward, or the end or deletion of an episode."""
 
     function: Callable[[], Any]
     result: Future[Any]
@@ -116,10 +117,30 @@ class _Writing:
     prepared: PreparedCall
     text: ReplyText
     token_limit: int
+    is_recorded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """Options of sampling that the calls of a batch share.
+
+    Attributes:
+        is_learning: Whether replies will be learned from.
+        temperature: Divisor of logits.
+        top_p: Nucleus sampling.
+        greedy: Whether the most likely tokens are taken.
+        token_limit: Maximum tokens of a reply; None if it may differ between calls.
+    """
+
+    is_learning: bool
+    temperature: float
+    top_p: float
+    greedy: bool
+    token_limit: int | None
 
 
 class Worker:
-    """Answers calls and keeps episodes, in one thread.
+    """Answers calls and stores episodes, in one thread.
 
     Attributes:
         template: Renders histories.
@@ -149,6 +170,11 @@ class Worker:
 
     def close(self) -> None:
         """Finishes the work that runs, rejects the work that waits, and ends the thread."""
+        self._reject_waiting()
+        self._thread.join()
+
+    def _reject_waiting(self) -> None:
+        """Closes the queue."""
         with self._arrived:
             self._is_closed = True
             waiting = list(self._queue)
@@ -156,7 +182,6 @@ class Worker:
             self._arrived.notify()
         for job in waiting:
             _future_of(job).set_exception(ServerClosedError("The server is shutting down."))
-        self._thread.join()
 
     @property
     def is_learning(self) -> bool:
@@ -164,7 +189,7 @@ class Worker:
         return self._actor.is_learning
 
     def token_text(self, token: int) -> str:
-        """Returns the text of a token; names of control tokens are shown."""
+        """Returns the text of a token, control tokens included."""
         return str(self._actor.tokenizer.decode([token]))
 
     def submit(self, call: Call) -> None:
@@ -190,7 +215,7 @@ class Worker:
             episode_id: The episode.
             reward: Added to the last turn's reward; None for no reward.
             truncated: Whether the episode was cut off.
-            group: For GRPO, equal for episodes that began alike.
+            group: For GRPO, equal for episodes with the same start.
             messages: After truncation, the history that the next call would have sent; may be empty without a critic.
             tools: The tools of that call.
 
@@ -200,7 +225,7 @@ class Worker:
         return self._do(lambda: self._end(episode_id, reward, truncated, group, messages, tools))
 
     def discard(self, episode_id: str) -> Future[None]:
-        """Queues the removal of an episode that will not be learned from."""
+        """Queues the deletion of an episode."""
 
         def remove() -> None:
             self._episode(episode_id)
@@ -223,14 +248,18 @@ class Worker:
             self._arrived.notify()
 
     def _run(self) -> None:
-        while True:
-            jobs = self._next_jobs()
-            if not jobs:
-                return
-            if isinstance(jobs[0], _Task):
-                _settle(jobs[0])
-            else:
-                self._answer([job for job in jobs if isinstance(job, Call)])
+        try:
+            while True:
+                jobs = self._next_jobs()
+                if not jobs:
+                    return
+                if isinstance(jobs[0], _Task):
+                    _settle(jobs[0])
+                else:
+                    self._answer([job for job in jobs if isinstance(job, Call)])
+        finally:
+            # Without this thread, further work would wait forever.
+            self._reject_waiting()
 
     def _next_jobs(self) -> list[Call | _Task]:
         """Waits for work; returns a task, or the calls before the next task. Returns nothing when closed."""
@@ -240,7 +269,7 @@ class Worker:
                 return []
             if isinstance(self._queue[0], _Task):
                 return [self._queue.popleft()]
-            deadline = time.monotonic() + _LONGEST_GATHER_S
+            deadline = time.monotonic() + _MAX_GATHER_S
             while True:
                 waiting = len(self._queue)
                 self._arrived.wait_for(lambda: len(self._queue) > waiting or self._is_closed, _GATHER_S)  # noqa: B023
@@ -253,70 +282,81 @@ class Worker:
 
     def _answer(self, calls: Sequence[Call]) -> None:
         """Writes and records the replies to calls."""
-        batches: dict[tuple[float, float, bool], list[_Writing]] = {}
+        batches: dict[_Sampling, list[_Writing]] = {}
+        # The mode may change at any time, and is the same for all of these calls.
+        is_learning = self.is_learning
         for call in calls:
             if call.is_cancelled:
                 continue
             try:
-                writing = self._prepare(call)
+                writing = self._prepare(call, is_learning)
+                batches.setdefault(self._sampling_of(writing, is_learning), []).append(writing)
             except Exception as error:  # a chat template is a program and may raise anything
                 call.completion.set_exception(error)
-                continue
-            batches.setdefault(self._sampling_of(call), []).append(writing)
-        for (temperature, top_p, greedy), batch in batches.items():
-            config = replace(
-                self._policy.generation,
-                max_new_tokens=max(writing.token_limit for writing in batch),
-                temperature=temperature,
-                top_p=top_p,
-                top_k=0 if self.is_learning else self._policy.generation.top_k,
-                do_sample=not greedy,
-            )
+        for sampling, batch in batches.items():
             try:
-                self._write(batch, config)
-            except Exception as error:
+                texts, version = self._write(batch, sampling)
+            except BaseException as error:
                 logger.exception("replies to %d calls failed", len(batch))
                 for writing in batch:
-                    if not writing.call.completion.done():
-                        writing.call.completion.set_exception(error)
+                    writing.call.completion.set_exception(error)
+                continue
+            for writing, text in zip(batch, texts, strict=True):
+                self._finish(writing, text, version)
 
-    def _prepare(self, call: Call) -> _Writing:
-        """Renders a call's history, and finds out how long its reply may be."""
+    def _prepare(self, call: Call, is_learning: bool) -> _Writing:
+        """Renders a call's history and limits its reply's length."""
         episode = HistoryEpisode()
         if call.episode_id is not None:
             episode = self._episodes.get(call.episode_id, episode)
         prepared = episode.prepare(self.template, call.messages, call.tools, call.opening)
-        room = self._policy.max_length - prepared.prompt_length
+        max_length = self._policy.max_length
+        room = max_length - prepared.prompt_length
         token_limit = call.token_limit
         if token_limit is None:
             token_limit = max(1, min(self._policy.generation.max_new_tokens, room))
         if token_limit > room:
             raise ContextLengthError(
-                f"The messages take {prepared.prompt_length} tokens, and the reply may take {token_limit}. The model's "
-                f"context length is {self._policy.max_length}. Send fewer messages or a lower max_tokens."
+                f"The messages have {prepared.prompt_length} tokens, and a reply of up to {token_limit} follows. The "
+                f"model's context length is {max_length} tokens. Send fewer messages, or a lower max_tokens."
             )
         # A reply that must call a tool has no text before the call.
         send = None if call.opening else call.send
         text = ReplyText(self._actor.decode, token_limit, call.stops, send, bool(call.tools))
-        return _Writing(call, prepared, text, token_limit)
+        return _Writing(call, prepared, text, token_limit, is_learning and call.episode_id is not None)
 
-    def _sampling_of(self, call: Call) -> tuple[float, float, bool]:
-        """Returns temperature, top_p and whether the most likely tokens are taken.
+    def _sampling_of(self, writing: _Writing, is_learning: bool) -> _Sampling:
+        """Returns the options with which a call's reply is sampled.
 
         While learning, replies are sampled as the agent's options say: they must come from the policy that learns.
         """
+        call = writing.call
         generation = self._policy.generation
-        if self.is_learning:
-            return generation.temperature, 1.0, not generation.do_sample
-        top_p = generation.top_p if call.top_p is None else call.top_p
-        if call.temperature is None:
-            return generation.temperature, top_p, self._actor.is_greedy or not generation.do_sample
-        if call.temperature == 0:
-            return generation.temperature, top_p, True
-        return call.temperature, top_p, False
+        temperature = generation.temperature
+        top_p = 1.0
+        greedy = not generation.do_sample
+        if not is_learning:
+            top_p = generation.top_p if call.top_p is None else call.top_p
+            greedy |= self._actor.is_greedy
+            if call.temperature is not None:
+                greedy = call.temperature < _MIN_TEMPERATURE
+                temperature = temperature if greedy else call.temperature
+        # A sampler writes every reply to its end, and may have no room for a longer one.
+        token_limit = None if self._policy.sampler is None else writing.token_limit
+        return _Sampling(is_learning, temperature, top_p, greedy, token_limit)
 
-    def _write(self, batch: Sequence[_Writing], config: GenerationConfig) -> None:
+    def _write(self, batch: Sequence[_Writing], sampling: _Sampling) -> tuple[list[SampledText], int]:
+        """Returns the replies to a batch of calls, and the version of the weights that wrote them."""
         policy = self._policy
+        is_learning = sampling.is_learning
+        config = replace(
+            policy.generation,
+            max_new_tokens=max(writing.token_limit for writing in batch),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=0 if is_learning else policy.generation.top_k,
+            do_sample=not sampling.greedy,
+        )
         started = time.perf_counter()
         forwarded = policy.tokens_forwarded
 
@@ -324,18 +364,34 @@ class Worker:
             return lambda ids: 0 if writing.call.is_cancelled else writing.text(ids)
 
         contexts = numbered([writing.prepared.segment for writing in batch])
-        with policy.lock, policy.acting(self.is_learning), policy.trees.cached():
+        with policy.lock, policy.acting(is_learning), policy.trees.cached():
             version = policy.weights_version
-            texts = policy.write(policy.trees.of(contexts), config, self.is_learning, list(map(watcher, batch)))
-        if self.is_learning:
+            texts = policy.write(policy.trees.of(contexts), config, is_learning, list(map(watcher, batch)))
+        if is_learning:
             self._actor.acting_s += time.perf_counter() - started
             self._actor.acted_tokens += policy.tokens_forwarded - forwarded
-        for writing, text in zip(batch, texts, strict=True):
-            if not writing.call.is_cancelled:
-                self._finish(writing, text, version)
+        return texts, version
 
     def _finish(self, writing: _Writing, text: SampledText, version: int) -> None:
-        """Records a reply and answers its call."""
+        """Records a reply and answers its call, unless its client has disconnected."""
+        call = writing.call
+        if call.is_cancelled:
+            return
+        try:
+            completion = self._completion(writing, text, version)
+            content = str(completion.message["content"])
+            if call.opening and call.send is not None:
+                call.send(content)
+            else:
+                writing.text.finish(content)
+        except Exception as error:
+            logger.exception("a reply could not be recorded")
+            call.completion.set_exception(error)
+        else:
+            call.completion.set_result(completion)
+
+    def _completion(self, writing: _Writing, text: SampledText, version: int) -> Completion:
+        """Returns a reply as the answer to its call, and records it."""
         call = writing.call
         reply = Reply(text.ids, text.logprobs, text.value, text.finish_reason, None, version)
         written = call.opening + writing.text.text
@@ -348,30 +404,26 @@ class Worker:
             finish_reason = "tool_calls"
             message["tool_calls"] = [_chat_call(tool_call) for tool_call in calls]
         turn = None
-        if call.episode_id is not None and self.is_learning:
+        if writing.is_recorded and call.episode_id is not None:
             episode = self._open_episode(call.episode_id)
             turn = len(episode.turns)
             episode.record(writing.prepared, reply, message, written)
-        if call.opening and call.send is not None:
-            call.send(content)
-        else:
-            writing.text.finish(content)
-        call.completion.set_result(Completion(message, finish_reason, reply, writing.prepared.prompt_length, turn))
+        return Completion(message, finish_reason, reply, writing.prepared.prompt_length, turn)
 
     def _open_episode(self, episode_id: str) -> HistoryEpisode:
         """Returns an episode to record a turn in; opens it if needed."""
-        if episode_id not in self._episodes:
-            if len(self._episodes) >= _MOST_EPISODES:
-                oldest = next(iter(self._episodes))
-                del self._episodes[oldest]
-                logger.warning(
-                    "%d episodes are open, so the oldest, %r, is dropped. End each episode with POST .../end, or "
-                    "DELETE it.",
-                    _MOST_EPISODES,
-                    oldest,
-                )
-            self._episodes[episode_id] = HistoryEpisode()
-        return self._episodes[episode_id]
+        # The episode that was used last comes last.
+        episode = self._episodes.pop(episode_id, None) or HistoryEpisode()
+        if len(self._episodes) >= _MAX_EPISODES:
+            unused = next(iter(self._episodes))
+            del self._episodes[unused]
+            logger.warning(
+                "%d episodes are open, so %r, which no call has used for longest, is deleted. End each episode.",
+                _MAX_EPISODES,
+                unused,
+            )
+        self._episodes[episode_id] = episode
+        return episode
 
     def _episode(self, episode_id: str) -> HistoryEpisode:
         """Returns an open episode.
@@ -400,6 +452,10 @@ class Worker:
         tools: Sequence[Tool],
     ) -> Stats:
         episode = self._episode(episode_id)
+        if not self.is_learning:
+            # As at the end of an environment's episode in evaluation mode.
+            del self._episodes[episode_id]
+            return {}
         final = None
         if truncated and self._collector.learner.has_critic:
             if not messages:
@@ -408,6 +464,11 @@ class Worker:
                     "the messages after its last turn. Send them: the history that the next call would have sent."
                 )
             final = episode.prepare(self.template, messages, tools)
+            if final.prompt_length > self._policy.max_length:
+                raise ContextLengthError(
+                    f"The messages after the last turn have {final.prompt_length} tokens, and the model's context "
+                    f"length is {self._policy.max_length}. Send fewer of them."
+                )
         before = episode.turns[-1].reward
         if reward is not None:
             self._assign_reward(episode_id, reward, -1)
@@ -421,19 +482,19 @@ class Worker:
         if stats and self._on_update is not None:
             try:
                 self._on_update(stats)
-            except Exception:
+            except BaseException:
                 # The episode has ended and the update has run, so the client must not see an error.
                 logger.exception("on_update failed")
         return stats
 
 
 def _settle(task: _Task) -> None:
-    """Does a task, and stores its result or its error."""
+    """Runs a task, and stores its result or its error."""
     try:
         result = task.function()
-    except Exception as error:
+    except BaseException as error:
         if not isinstance(error, LlamaGymError) or isinstance(error, SamplerError):
-            logger.exception("a task of the server failed")
+            logger.exception("a reward or the end of an episode failed")
         task.result.set_exception(error)
     else:
         task.result.set_result(result)

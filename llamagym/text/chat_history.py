@@ -1,8 +1,8 @@
 """Renders histories of chat messages as token ids: any roles, and tools.
 
-`ChatTemplate` renders the conversations of environments, whose observations are the user's messages. A history comes
-from a client of `serving`, complete at each call. If it continues a recorded reply, `HistoryTemplate.continuation`
-returns only the ids after this reply, so that the reply stays as it was sampled.
+`ChatTemplate` renders conversations with environments. A client of `serving` sends the whole history with each call. If
+it continues a recorded reply, `HistoryTemplate.continuation` returns only the ids after this reply, so that the reply
+stays as it was sampled.
 """
 
 from __future__ import annotations
@@ -48,18 +48,22 @@ def chat_message(message: Mapping[str, Any]) -> ChatMessage:
     Raises:
         KeyError: A field is missing.
         TypeError: A field has the wrong type.
-        ValueError: The role is unknown, or a part of the content is not text.
+        ValueError: The role is unknown or has no calls, or a part of the content is not text.
     """
     role = "system" if message["role"] == "developer" else message["role"]
     if role not in _ROLES:
         raise ValueError(f"role {role!r} is not one of {list(_ROLES)}")
-    content = message.get("content") or ""
+    content = message.get("content")
+    if content is None:
+        content = ""
     if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content)
+        content = "\n".join(map(_text_of_part, content))
     if not isinstance(content, str):
         raise TypeError(f"content is {excerpt(content)}, which is neither text nor a list of parts")
     converted: ChatMessage = {"role": role, "content": content}
     calls = message.get("tool_calls")
+    if calls and role != "assistant":
+        raise ValueError(f"a message of the role {role!r} has tool_calls")
     if calls:
         converted["tool_calls"] = [_call_from(call) for call in calls]
     if role == "tool":
@@ -67,9 +71,17 @@ def chat_message(message: Mapping[str, Any]) -> ChatMessage:
     return converted
 
 
+def _text_of_part(part: Mapping[str, Any]) -> str:
+    if part.get("type", "text") != "text" or not isinstance(part["text"], str):
+        raise ValueError(f"a part of the content is of type {part.get('type')!r}, and only text is supported")
+    return str(part["text"])
+
+
 def _call_from(call: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a call in the format of OpenAI's API, whose arguments are JSON text, as chat templates expect it."""
     function = call["function"]
+    if not isinstance(function["name"], str):
+        raise TypeError(f"a call names the function {function['name']!r}, which is not a string")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
@@ -80,13 +92,13 @@ def _call_from(call: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         arguments = {"arguments": arguments}
     call_id = str(call.get("id") or "")
-    return {"id": call_id, "type": "function", "function": {"name": str(function["name"]), "arguments": arguments}}
+    return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def history_keys(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[str]:
-    """Returns a key for each beginning of a history, equal for equal beginnings and tools.
+    """Returns one key per prefix of a history, equal for equal prefixes and tools.
 
-    Ids of calls and white space around texts, which clients change, make no difference.
+    Ids of calls and surrounding white space, which clients change, are ignored.
     """
     digest = hashlib.sha256(_canonical(list(tools)))
     keys = []
@@ -128,7 +140,7 @@ class HistoryTemplate:
         return list(self._encode(messages, tools, self._render))
 
     def shared_length(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], prompt: list[int]) -> int:
-        """Returns how many leading ids of a prompt all prompts with these system messages and tools have."""
+        """Returns the length of the prefix that all prompts with these system messages and tools share."""
         count = 0
         while count < len(messages) and messages[count]["role"] == "system":
             count += 1
@@ -160,33 +172,37 @@ class HistoryTemplate:
         def after_reply(replaced: list[ChatMessage], replaced_tools: list[Tool]) -> str:
             _, *after = self._render(replaced, replaced_tools).split(mark)
             if len(after) != 1:
-                raise ChatTemplateError("The chat template does not show each reply once.")
+                raise ChatTemplateError("The chat template drops or repeats a reply.")
             if sampled_end is None:
                 return after[0]
             return remove_end_token(after[0], str(self._tokenizer.convert_ids_to_tokens(sampled_end)))
 
         return list(self._encode(marked, tools, after_reply))
 
-    def reply_ids(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], reply: int) -> list[int]:
+    def reply_ids(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], reply: int, end_id: int) -> list[int]:
         """Returns the token ids of a reply of a history, with its tool calls, as the model would write it.
 
         Args:
             messages: The history.
             tools: Descriptions of tools.
             reply: Index of the reply's message.
+            end_id: Token id that the template puts after a reply; not returned.
         """
-        return list(self._encode(messages[: reply + 1], tools, self._last_reply))
+        end = str(self._tokenizer.convert_ids_to_tokens(end_id))
 
-    def _last_reply(self, messages: list[ChatMessage], tools: list[Tool]) -> str:
-        """Returns the text of the last message, a reply."""
-        *before, message = messages
-        plain = str(without_tools([message], [])[0]["content"])
-        end = self._tokenizer.eos_token
-        if not self.renders_tools or not message.get("tool_calls") or not end:
-            return plain
-        prompt = self._render(before, tools)
-        rendered = self._render(messages, tools)
-        return rendered[len(prompt) :].partition(end)[0] if rendered.startswith(prompt) else plain
+        def last_reply(shown: list[ChatMessage], shown_tools: list[Tool]) -> str:
+            plain = str(without_tools(shown[-1:], [])[0]["content"])
+            if not self.renders_tools or not shown[-1].get("tool_calls"):
+                return plain
+            prompt = self._render(shown[:-1], shown_tools)
+            rendered = self._render(shown, shown_tools)
+            if not rendered.startswith(prompt):
+                # Some templates begin a reply of the history in another way than the next one.
+                return plain
+            text, found, _ = rendered[len(prompt) :].partition(end)
+            return text if found else plain
+
+        return list(self._encode(messages[: reply + 1], tools, last_reply))
 
     def opening_ids(self, opening: str) -> list[int]:
         """Returns the token ids of a fixed beginning of a reply, which may contain control tokens of the template."""
@@ -228,7 +244,7 @@ class HistoryTemplate:
         return self._template.render(plain)
 
     def _shared_prefix(self, system: str, tools: str) -> list[int]:
-        """Returns the ids that histories with these system messages and tools, both as JSON, have in common."""
+        """Returns the ids that all prompts with some system messages and tools, both as JSON, share."""
         before = json.loads(system)
         prompts = [self.prompt([*before, {"role": "user", "content": text}], json.loads(tools)) for text in ("a", "0")]
         return common_prefix(*prompts)

@@ -4,8 +4,8 @@ Each line is a JSON object {"messages": [...]} whose messages are an optional sy
 observations ("user") and replies ("assistant"). `Conversation` turns them into token ids as it does while acting, so
 the model is trained on the same ids that it reads when it acts.
 
-A line with "tools", or for an agent without a system prompt of its own, is a history of a program that calls a served
-agent: messages of any roles, with tool calls, in OpenAI's format for fine-tuning.
+Lines with "tools", which may be an empty list, are in OpenAI's format for fine-tuning: the histories of a program that
+calls a served agent, with messages of any roles and tool calls.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import NoneType
 
-from ..errors import ConfigError, ContextLengthError, excerpt
+from ..errors import ChatTemplateError, ConfigError, ContextLengthError, excerpt
 from ..options import user_path
 from .arguments import check_text
 from .chat_history import HistoryTemplate, chat_message
@@ -91,11 +92,11 @@ def read_demonstrations(
         location = f"{path}, line {number}"
         conversation = new_conversation()
         messages, tools = _parse(line, location)
-        if tools is None and conversation.system_prompt:
+        if tools is None:
             _check_dialogue(messages, location)
             episodes.append(_to_episode(messages, conversation, prefix, end_id, location))
         else:
-            episodes.append(_history_to_episode(messages, tools or [], template, conversation, end_id, location))
+            episodes.append(_history_to_episode(messages, tools, template, conversation, end_id, location))
     if not episodes:
         raise ConfigError(f"the demonstrations {str(path)!r} are empty. Write one {_EXPECTED} a line.")
     return episodes
@@ -105,18 +106,21 @@ def _parse(line: str, location: str) -> tuple[list[ChatMessage], list[Tool] | No
     """Returns the messages and the tools of a line, the latter None if it has none; checks their types."""
     try:
         content = json.loads(line)
-        messages = content["messages"]
         tools = content.get("tools")
-        read = [chat_message(message) for message in messages]
+        if not isinstance(tools, (list, NoneType)):
+            raise TypeError(f"tools are {excerpt(tools)}, which is not a list")
+        read = [chat_message(message) for message in content["messages"]]
         names = [tool["function"]["name"] for tool in tools or ()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # Python reads NaN and lone surrogates.
+        json.dumps([read, tools], allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{location} is not a conversation ({type(error).__name__}: {error}). Expected {_EXPECTED}."
         ) from error
     if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{location} has tools with the names {excerpt(names)}. Make every name a string.")
+        raise ConfigError(f"{location} has tools named {excerpt(names)}. Every name must be a string.")
     for message in read:
-        if not message["content"] and not message.get("tool_calls"):
+        if not message["content"] and not message.get("tool_calls") and message["role"] != "tool":
             raise ConfigError(
                 f"{location} holds a message without text. Make every content a string that is not empty."
             )
@@ -167,10 +171,13 @@ def _history_to_episode(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if index == 0:
-            raise ConfigError(f"{location} begins with a reply. Begin with a message that it answers.")
-        ids = (*template.reply_ids(messages, tools, index), end_id)
-        call = episode.prepare(template, messages[:index], tools)
+        if index == 0 or messages[index - 1]["role"] == "assistant":
+            raise ConfigError(f"{location} has a reply to no message. Put one of the user or of a tool before it.")
+        try:
+            ids = (*template.reply_ids(messages, tools, index, end_id), end_id)
+            call = episode.prepare(template, messages[:index], tools)
+        except ChatTemplateError as error:
+            raise ConfigError(f"{location} cannot be rendered: {error}") from error
         _check_length(call.prompt_length + len(ids), conversation.max_length, location)
         episode.record(call, _demonstrated(ids), message, message["content"])
     if not episode.turns:

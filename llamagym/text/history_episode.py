@@ -1,4 +1,4 @@
-"""Episodes whose histories come from a program, whole at each call, and the token ids that the model saw in them.
+"""Episodes recorded from a client's complete histories, as the token ids that the model saw.
 
 If a history continues a reply that was recorded, the call continues that reply's context: only the ids of the new
 messages are appended. Any other history starts a context of its own, such as one that the program shortened, or that of
@@ -45,7 +45,7 @@ class HistoryEpisode:
 
     Attributes:
         turns: Its turns, in the order of their replies.
-        messages: For each turn, the new messages as one of the user, and the reply; before them the system's.
+        messages: The system's message, then per turn a user message that joins the new messages, and the reply.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -79,7 +79,7 @@ class HistoryEpisode:
             try:
                 ids = template.continuation(messages, tools, index, sampled_end)
             except ChatTemplateError:
-                # Some templates render a reply only with the calls that its results answer.
+                # Some templates reject tool results without the call that they answer; the history is encoded again.
                 break
             prompt = Prompt((*ids, *opening_ids), starts_context=False, opening_length=opening_length)
             return PreparedCall(messages, tools, Segment(turns, prompt), len(messages) - index - 1)
@@ -131,7 +131,7 @@ class HistoryEpisode:
 
         Args:
             truncated: Whether it was cut off.
-            group: Key of episodes that began alike.
+            group: Key of episodes with the same start.
             final: The history after the last turn of a truncated episode, from which a critic estimates the value.
         """
         final_prompt = None if final is None else self._prompt_after_last_turn(final.segment)

@@ -22,11 +22,11 @@ _CALL_BEGIN = "<tool_call>"
 _CALL_END = "</tool_call>"
 _RESULT_BEGIN = "<tool_response>"
 _RESULT_END = "</tool_response>"
-# How models mark a call: Hermes, Qwen and SmolLM; Mistral. Llama writes the JSON object alone, and so does a Mistral
-# whose mark is a control token.
+# How models mark a call: Hermes, Qwen and SmolLM; Mistral. Llama writes the JSON object alone; so does Mistral, if its
+# mark is a special token, which decoding removes.
 CALL_MARKS = (_CALL_BEGIN, "[TOOL_CALLS]")
 _BETWEEN_CALLS = re.compile(r"(?:\s|<tool_call>|</tool_call>|\[TOOL_CALLS\]|[\[\],;])*")
-# A call's arguments by the names that models give them.
+# Keys that models use for a call's arguments.
 _ARGUMENTS = ("arguments", "parameters")
 CALL_OPENING = f'{_CALL_BEGIN}\n{{"name": "'
 """Beginning of a call, up to the tool's name."""
@@ -59,12 +59,10 @@ def tools_prompt(tools: Sequence[Tool]) -> str:
 def without_tools(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
     """Returns messages that hold tools, calls and results as text, with the roles system, user and assistant only.
 
-    Consecutive messages of the user, such as results of several calls, become one, since some templates demand that
-    roles alternate.
+    Consecutive messages of the system or the user, such as results of several calls, become one, since some templates
+    demand that roles alternate. The description of the tools follows the system prompt.
     """
     plain: list[ChatMessage] = []
-    if tools:
-        plain.append({"role": "system", "content": tools_prompt(tools)})
     for message in messages:
         role = message["role"]
         text = message["content"]
@@ -74,12 +72,13 @@ def without_tools(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> lis
         calls = [ToolCall(**call["function"]).text() for call in message.get("tool_calls", ())]
         text = "\n".join(filter(None, [text, *calls]))
         if plain and role == plain[-1]["role"] and role != "assistant":
-            before = plain[-1]["content"]
-            # The user's own system prompt comes first.
-            text = f"{text}\n\n{before}" if role == "system" else f"{before}\n{text}"
-            plain[-1] = {"role": role, "content": text}
+            plain[-1] = {"role": role, "content": f"{plain[-1]['content']}\n{text}"}
         else:
             plain.append({"role": role, "content": text})
+    if tools:
+        system = plain.pop(0)["content"] if plain and plain[0]["role"] == "system" else ""
+        described = "\n\n".join(filter(None, [system, tools_prompt(tools)]))
+        plain.insert(0, {"role": "system", "content": described})
     return plain
 
 
@@ -115,19 +114,21 @@ def read_calls(reply: str) -> tuple[str, list[ToolCall]]:
         position += length
     if not calls or any(mark in rest for mark in CALL_MARKS):
         return reply, []
-    return " ".join(filter(None, [reply[:start].strip(), rest.strip()])), calls
+    return " ".join(filter(None, [reply[:start].rstrip(), rest.strip()])), calls
 
 
 def _call_from(value: Any) -> ToolCall | None:
-    """Returns the call that a JSON value describes; None if it describes none."""
+    """Returns the call that a JSON value describes; None if it is not a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments: Any = {}
     for key in _ARGUMENTS:
         arguments = value.get(key, arguments)
-    if isinstance(arguments, str):
-        try:
+    try:
+        if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
+        # Python reads NaN, infinities and lone surrogates, which a client could not read.
+        json.dumps([value["name"], arguments], allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
     return ToolCall(value["name"], arguments) if isinstance(arguments, dict) else None

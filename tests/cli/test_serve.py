@@ -49,7 +49,7 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_trained_agent_is_saved_and_served_again(model, tmp_path, number):
-    out = tmp_path / "clerk"
+    out = tmp_path / "agent"
     history = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function"}]}]
     history[1]["tool_calls"][0]["function"] = {"name": "find", "arguments": '{"name": "Anna"}'}
     demonstrations = tmp_path / "calls.jsonl"

@@ -1,10 +1,12 @@
 """Calls through the API become episodes of exactly the tokens that the model saw, and train the agent."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+import llamagym
 from llamagym.agent.agent import collector_of
 from llamagym.serving import ChatAgent
 from llamagym.text.episode import segments_of
@@ -97,12 +99,10 @@ def test_several_replies_to_one_history_are_turns_of_their_own():
 def test_tool_results_continue_a_call():
     with served(large_batch()) as client:
         messages = [{"role": "user", "content": "Where does Anna live?"}]
-        worker_turns = []
         for _ in range(2):
             choice = client.chat(messages, user="a", tools=TOOLS, tool_choice="required").choices[0]
             messages.append(choice.message.model_dump(exclude_none=True))
             messages.append({"role": "user", "content": "Again."})
-            worker_turns.append(choice)
         client.end("a")
         (episode,) = buffered(client)
         assert [turn.prompt.starts_context for turn in episode.turns] == [True, False]
@@ -162,6 +162,64 @@ def test_truncated_episode_is_valued_at_its_last_history():
         assert client.agent.tokenizer.decode(segment.pending.ids).count("Turn 1.") == 1
 
 
+def test_final_history_must_fit_the_model():
+    """Otherwise every later update would fail because of this episode."""
+    with served() as client:
+        messages = play(client, "a", turns=1)
+        messages.append({"role": "user", "content": "long " * 1000})
+        response = client.post("/episodes/a/end", {"truncated": True, "messages": messages})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        client.end("a", truncated=True, messages=messages[-3:-1])
+        play(client, "b", turns=3)
+        assert client.end("b")["turns"] == 4
+
+
+def test_failing_callback_stops_nothing(caplog):
+    agent = make_agent(ChatAgent, generate={"max_new_tokens": 4})
+    with llamagym.serve(agent, on_update=lambda _: sys.exit()) as url:
+        client = Client(agent, url, [])
+        for _ in range(2):
+            client.chat(user="a", n=4)
+            assert client.end("a")["turns"] == 4
+        client.openai.close()
+    assert caplog.text.count("on_update failed") == 2
+
+
+def test_failed_update_is_an_error_of_the_end_and_can_be_repeated(monkeypatch):
+    with served() as client:
+        client.chat(user="a", n=4)
+        with monkeypatch.context() as patch:
+            patch.setattr(client.agent.learner, "update", lambda batch: 1 / 0)
+            response = client.post("/episodes/a/end", {"reward": 1.0})
+            assert response.status_code == 500
+            assert "ZeroDivisionError" in response.json()["error"]["message"]
+        assert client.end("a", reward=2.0)["return_mean"] == 2.0
+
+
+def test_mode_decides_at_the_time_of_the_call():
+    with served() as client:
+        client.chat(user="a")
+        client.agent.eval()
+        # As with environments, an episode that ends in evaluation mode is not learned from.
+        assert client.end("a") is None
+        assert not buffered(client)
+        client.chat(user="b")
+        client.agent.train()
+        assert client.post("/episodes/b/end").status_code == 404
+
+
+def test_least_recently_used_episode_is_deleted(monkeypatch, caplog):
+    monkeypatch.setattr("llamagym.serving.worker._MAX_EPISODES", 3)
+    with served(large_batch()) as client:
+        for name in ("a", "b", "c", "a", "d"):
+            client.chat(user=name)
+        assert "'b'" in caplog.text
+        assert client.post("/episodes/b/end").status_code == 404
+        client.end("a")
+        assert len(buffered(client)[0].turns) == 2
+
+
 def test_groups_reach_grpo():
     agent = make_agent(ChatAgent, generate={"max_new_tokens": 4}, algorithm="grpo", grpo={"group_size": 2})
     with served(agent) as client:
@@ -185,7 +243,7 @@ def test_evaluation_mode_records_nothing():
         assert "evaluation mode" in response.json()["error"]["message"]
 
 
-def test_learning_agent_needs_an_episode():
+def test_rejects_call_without_episode_while_learning():
     with served() as client:
         response = client.post("/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
         assert response.status_code == 400

@@ -12,10 +12,27 @@ import pytest
 import llamagym
 from llamagym.agent.agent import collector_of
 from llamagym.errors import ConfigError
+from llamagym.policy.sampling import SampledText
 from llamagym.serving import ChatAgent
 from tests.helpers.agents import make_agent
 from tests.helpers.serving import Client, openai, served
 from tests.helpers.tools import TOOLS
+
+
+class Scripted:
+    """A sampler that writes one reply to every prompt."""
+
+    activates_lora = True
+
+    def __init__(self, agent, text: str) -> None:
+        ids = agent.tokenizer(text, add_special_tokens=False)["input_ids"]
+        self.reply = SampledText((*ids, agent.tokenizer.eos_token_id), (-0.1,) * (len(ids) + 1), "eos")
+
+    def set_weights(self, model, weights_id) -> None:
+        pass
+
+    def sample(self, prompts, config, eos_ids, rng) -> list[SampledText]:
+        return [self.reply] * len(prompts)
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +54,20 @@ def greedy():
 
 
 USER = {"role": "user", "content": "hi"}
+DEEP: dict = {}
+for _ in range(900):
+    DEEP = {"properties": DEEP}
 CALL = {"id": "1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+NAN_CALL = {"name": "find", "arguments": {"x": float("nan")}}
 # Changes to a valid request; each must be rejected.
 WRONG = {
     "no messages": {"messages": []},
+    "calls with NaN": {
+        "messages": [
+            USER,
+            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"x": float("nan")}}}]},
+        ]
+    },
     "messages missing": {"messages": None},
     "messages a string": {"messages": "hi"},
     "message a string": {"messages": ["hi"]},
@@ -88,6 +115,8 @@ WRONG = {
     "tool without function": {"tools": [{"type": "function"}]},
     "tool of another type": {"tools": [TOOLS[0] | {"type": "code_interpreter"}]},
     "tool without name": {"tools": [{"type": "function", "function": {"description": "x"}}]},
+    "tool named by a control token": {"tools": [{"type": "function", "function": {"name": "<|eot_id|>"}}]},
+    "tool nested too deeply": {"tools": [{"type": "function", "function": {"name": "x", "parameters": DEEP}}]},
     "tool with a lone surrogate": {"tools": [{"type": "function", "function": {"name": "x", "description": "\udfff"}}]},
     "tool_choice unknown": {"tools": TOOLS, "tool_choice": "sometimes"},
     "tool_choice of no tool": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
@@ -98,11 +127,16 @@ WRONG = {
     "misspelled field": {"max_token": 5},
     "user a number": {"user": 5},
     "episode id too long": {"user": "x" * 1000},
+    "episode id with a slash": {"user": "a/b"},
+    "episode id of dots": {"user": ".."},
+    "episode id with a space": {"user": "a b"},
+    "episode id with a surrogate": {"user": "\ud800"},
+    "episode id that is no ASCII": {"user": "é"},
 }
 BODIES = {
     "empty": b"",
     "no JSON": b"hello",
-    "half of it": b'{"messages": [',
+    "truncated": b'{"messages": [',
     "a list": b"[]",
     "a number": b"3",
     "null": b"null",
@@ -156,7 +190,7 @@ def test_long_history_names_the_context_length(client):
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_fields_that_change_no_reply_are_ignored(client):
+def test_ignores_neutral_fields(client):
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}, "seed": 3}
     assert client.chat(**neutral).choices
     assert client.chat(extra_body={"logit_bias": None, "metadata": {"a": "b"}, "store": False}).choices
@@ -167,19 +201,42 @@ def test_key_is_required_if_there_is_one():
     agent.eval()
     with served(agent, api_key="secret") as client:
         assert client.chat().choices
+        assert httpx.get(f"{client.url}/models", headers={"Authorization": "bearer secret"}).status_code == 200
         for key in ("wrong", "secret2", "sécret"):
             response = client.post(
                 "/chat/completions", {"messages": [USER]}, headers={b"Authorization": f"Bearer {key}".encode()}
             )
             assert_rejected(response, 401)
         assert_rejected(httpx.get(f"{client.url}/models"), 401)
+        # The key is checked before the body is read.
+        assert_rejected(post(client, b"{"), 401)
 
 
-def test_names_of_other_hosts_are_rejected(client):
-    """A page in a browser on this machine may have a name that leads to this address."""
-    assert post(client, b"{}", Host="evil.example").status_code == 400
-    assert "Invalid host" in post(client, b"{}", Host="evil.example").text
-    assert httpx.get(f"{client.url}/models", headers={"Host": "localhost"}).status_code == 200
+@pytest.mark.parametrize("key", ["", " x ", "sécret", "a b"])
+def test_key_that_no_header_can_hold_is_rejected(key):
+    with pytest.raises(ConfigError, match="api_key"), llamagym.serve(make_agent(ChatAgent), api_key=key):
+        pass
+
+
+def test_pages_in_a_browser_cannot_use_the_server(client):
+    """They send a Host header of their own name, or no content type that needs permission."""
+    for host in ("evil.example", "evil.example:80", "", "[", "127.0.0.1.evil.example"):
+        assert_rejected(post(client, b"{}", Host=host))
+    for host in ("localhost", "localhost:80", "127.0.0.1", "[::1]:80"):
+        assert httpx.get(f"{client.url}/models", headers={"Host": host}).status_code == 200
+    body = json.dumps({"messages": [USER]}).encode()
+    for sent in ({"Content-Type": "text/plain"}, {}):
+        assert_rejected(httpx.post(f"{client.url}/chat/completions", content=body, headers=sent), 415)
+    assert post(client, body, **{"Content-Type": "application/json; charset=utf-8"}).status_code == 200
+
+
+def test_other_loopback_addresses_can_be_chosen():
+    agent = make_agent(ChatAgent, generate={"max_new_tokens": 2})
+    agent.eval()
+    for host in ("127.0.0.2", "::1", "localhost"):
+        with served(agent, host=host) as client:
+            assert client.chat().choices
+            assert_rejected(post(client, b"{}", Host="evil.example"))
 
 
 def test_listens_on_loopback_only(client):
@@ -227,6 +284,7 @@ def test_temperature_zero_is_greedy_and_others_sample(client, greedy):
     likeliest = greedy.chat().choices[0].message.content
     assert client.chat(temperature=0).choices[0].message.content == likeliest
     assert greedy.chat(temperature=0).choices[0].message.content == likeliest
+    assert client.chat(temperature=1e-40).choices[0].message.content == likeliest
     assert len({choice.message.content for choice in client.chat(temperature=1.0, n=16).choices}) > 1
     assert {choice.message.content for choice in client.chat(top_p=1e-6, n=4).choices} == {likeliest}
 
@@ -288,6 +346,23 @@ def test_reply_ends_before_a_stop_text(greedy, streams):
         assert reason == "stop"
 
 
+def test_stream_of_text_and_calls_has_the_same_content():
+    """The text around a call is sent without the white space between them."""
+    reply = 'Hello there.\n\n<tool_call>{"name": "find", "arguments": {"name": "Anna"}}</tool_call>\nBye now.'
+    agent = make_agent(ChatAgent, generate={"max_new_tokens": 200})
+    agent.eval()
+    agent.sampler = Scripted(agent, reply)
+    with served(agent) as client:
+        message = client.chat(tools=TOOLS).choices[0].message
+        assert message.content == "Hello there. Bye now."
+        assert message.tool_calls[0].function.arguments == '{"name": "Anna"}'
+        text, chunks = streamed(client, tools=TOOLS)
+        assert text == message.content
+        (calls,) = [chunk.choices[0].delta.tool_calls for chunk in chunks if chunk.choices[0].delta.tool_calls]
+        assert calls[0].function.name == "find"
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
 def test_several_replies_stream_side_by_side(greedy):
     chunks = list(greedy.chat(stream=True, n=3))
     texts = ["", "", ""]
@@ -312,9 +387,12 @@ def test_client_that_leaves_stops_its_reply_and_is_not_recorded():
     agent = make_agent(ChatAgent, generate={"max_new_tokens": 400}, ppo={"batch_size": 1000})
     with served(agent) as client:
         body = json.dumps({"messages": [USER], "user": "a"}).encode()
-        stream_body = json.dumps({"messages": [USER], "user": "b", "stream": True}).encode()
+        stream = {"messages": [USER], "user": "b", "stream": True}
+        # Nothing is sent of a reply that must call a tool, until it is complete.
+        forced = stream | {"user": "d", "tools": TOOLS, "tool_choice": "required"}
+        bodies = [body, json.dumps(stream).encode(), json.dumps(forced).encode()]
         host, port = client.url.split("/")[2].split(":")
-        for sent in (body, stream_body):
+        for sent in bodies:
             with socket.create_connection((host, int(port))) as connection:
                 head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
                 connection.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
@@ -323,9 +401,9 @@ def test_client_that_leaves_stops_its_reply_and_is_not_recorded():
         forwarded = agent.policy.tokens_forwarded
         # A later call is answered: the replies before it are not written to their end.
         client.chat(user="c", max_tokens=1)
-        assert agent.policy.tokens_forwarded - forwarded < 300
-        assert client.post("/episodes/a/end").status_code == 404
-        assert client.post("/episodes/b/end").status_code == 404
+        assert agent.policy.tokens_forwarded - forwarded < 600
+        for episode in ("a", "b", "d"):
+            assert client.post(f"/episodes/{episode}/end").status_code == 404
         client.end("c")
 
 
@@ -358,7 +436,7 @@ def load(client: Client, clients: int, calls: int) -> None:
     tokenizer = agent.tokenizer
 
     def play(number: int) -> None:
-        name = f"episode {number}"
+        name = f"episode-{number}"
         messages = [{"role": "user", "content": name}]
         for turn in range(2):
             reply = client.chat(messages, user=name)
@@ -373,7 +451,7 @@ def load(client: Client, clients: int, calls: int) -> None:
     assert len(episodes) == calls // 2
     for episode in episodes:
         first, second = (tokenizer.decode(turn.prompt.ids) for turn in episode.turns)
-        name = f"episode {int(episode.total_reward)}"
+        name = f"episode-{int(episode.total_reward)}"
         assert name in first
         assert f"{name} again" in second
 

@@ -98,12 +98,28 @@ def test_continuation_appends_to_a_reply(chat_template):
     tokenizer, template = template_of(chat_template=chat_template)
     whole = template.prompt(CALLING, TOOLS)
     before = template.prompt(CALLING[:2], TOOLS)
-    reply = [*template.reply_ids(CALLING, TOOLS, 2), tokenizer.eos_token_id]
+    reply = [*template.reply_ids(CALLING, TOOLS, 2, tokenizer.eos_token_id), tokenizer.eos_token_id]
     assert read_calls(tokenizer.decode(reply[:-1]))[1] == [ToolCall("find", {"name": "Anna"})]
     after = template.continuation(CALLING, TOOLS, 2, tokenizer.eos_token_id)
     assert before + reply + after == whole
     # A reply that was cut off is closed by the template.
     assert template.continuation(CALLING, TOOLS, 2, None) == [tokenizer.eos_token_id, *after]
+
+
+def test_reply_ends_before_the_templates_closing_token():
+    """It need not be the tokenizer's EOS token."""
+    tokenizer, template = template_of("phi3", QWEN_TOOLS.replace("<|im_end|>", "<|end|>"))
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert end != tokenizer.eos_token_id
+    reply = tokenizer.decode(template.reply_ids(CALLING, TOOLS, 2, end))
+    assert reply == '<tool_call>\n{"name": "find", "arguments": {"name": "Anna"}}\n</tool_call>'
+
+
+def test_system_messages_keep_their_order_before_the_tools():
+    tokenizer, template = template_of()
+    messages = [{"role": "system", "content": "First."}, {"role": "system", "content": "Second."}, CALLING[1]]
+    text = tokenizer.decode(template.prompt(messages, TOOLS))
+    assert text.index("First.") < text.index("Second.") < text.index("Looks a name up.")
 
 
 def test_continuation_that_the_template_rejects_is_an_error():
@@ -178,6 +194,9 @@ def test_keys_ignore_what_clients_change():
         ('<tool_call>{"name": "a", "arguments": [1]}', '<tool_call>{"name": "a", "arguments": [1]}', []),
         ('<tool_call>{"name": "a"}<tool_call>{"na', '<tool_call>{"name": "a"}<tool_call>{"na', []),
         ('{"x": 1}', '{"x": 1}', []),
+        ('{"name": "a", "arguments": {"x": NaN}}', '{"name": "a", "arguments": {"x": NaN}}', []),
+        ('{"name": "a", "arguments": {"x": 1e999}}', '{"name": "a", "arguments": {"x": 1e999}}', []),
+        ('{"name": "a", "arguments": {"x": "\\ud83d"}}', '{"name": "a", "arguments": {"x": "\\ud83d"}}', []),
         ("{" * 100_000, "{" * 100_000, []),
         ('{"a":' * 100_000, '{"a":' * 100_000, []),
     ],
