@@ -112,9 +112,10 @@ def make_app(worker: Worker, model_name: str, api_key: str | None, hosts: Collec
         request: Request,
         episode_id: str | None = None,
         x_episode_id: Annotated[str | None, Header()] = None,
+        x_session_id: Annotated[str | None, Header()] = None,
     ) -> Response:
-        # The address takes precedence over the header, and the header over the field.
-        episode = episode_id or x_episode_id or body.user
+        # The address takes precedence over the headers, and these over the field. X-Session-ID is what verifiers sends.
+        episode = episode_id or x_episode_id or x_session_id or body.user
         if episode is not None and not _EPISODE_ID.fullmatch(episode):
             raise _ApiError(
                 400, "An episode's id has 1 to 256 characters: letters, digits and any of . _ ~ : @ + -", "user"

@@ -59,9 +59,9 @@ def serve(
             client = openai.OpenAI(base_url=url, api_key="none")
 
     In training mode each call is recorded under an episode. Calls to the base URL `{url}/episodes/ID` belong to that
-    episode; the header X-Episode-Id and the field `user` name it as well. `POST {url}/episodes/ID/reward` and
-    `{url}/episodes/ID/end` assign rewards and end it. A batch of ended episodes trains the agent; calls wait during the
-    update.
+    episode; the headers X-Episode-Id and X-Session-ID and the field `user` name it as well. `POST
+    {url}/episodes/ID/reward` and `{url}/episodes/ID/end` assign rewards and end it. A batch of ended episodes trains
+    the agent; calls wait during the update.
 
     Args:
         agent: The agent. Its `get_system_prompt` and other methods are not called: clients send all messages.

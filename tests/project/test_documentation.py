@@ -142,7 +142,7 @@ FOREIGN = {
     *("current_batch", "model_ref", "ppo_config", "resize_token_embeddings"),
     *("OMP_PROC_BIND", "OMP_PLACES", "HF_TOKEN", "HF_HOME", "WANDB_MODE", "ENV_ID", "FOLDER"),
     *("GET", "POST", "DELETE", "ID"),
-    *("OpenAIServerModel", "ToolCallingAgent", "model_id", "api_base"),
+    *("OpenAIServerModel", "ToolCallingAgent", "model_id", "api_base", "Session"),
     *("pip", "install", "deps", "python", "nltk", "downloader", "torchrun", "launch", "multi_gpu", "venv", "cores"),
     # Made up on the page.
     *(

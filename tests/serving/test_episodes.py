@@ -250,18 +250,18 @@ def test_rejects_call_without_episode_while_learning():
         assert response.json()["error"]["param"] == "user"
 
 
-@pytest.mark.parametrize("way", ["field", "header", "address"])
-def test_episode_is_named_in_three_ways(way):
+@pytest.mark.parametrize("way", ["field", "X-Episode-Id", "X-Session-ID", "address"])
+def test_episode_is_named_in_several_ways(way):
     with served(large_batch()) as client:
         body = {"messages": [{"role": "user", "content": "hi"}]}
         path = "/chat/completions"
         headers = {}
         if way == "field":
             body["user"] = "a"
-        elif way == "header":
-            headers = {"X-Episode-Id": "a"}
-        else:
+        elif way == "address":
             path = "/episodes/a/chat/completions"
+        else:
+            headers = {way: "a"}
         assert client.post(path, body, headers=headers).json()["episode"] == {"id": "a", "turns": [0]}
         client.end("a")
         assert len(buffered(client)) == 1
