@@ -115,18 +115,10 @@ def make_app(worker: Worker, model_name: str, api_key: str | None, hosts: Collec
         x_session_id: Annotated[str | None, Header()] = None,
     ) -> Response:
         # The address takes precedence over the headers, and these over the field. X-Session-ID is what verifiers sends.
-        episode = episode_id or x_episode_id or x_session_id or body.user
-        if episode is not None and not _EPISODE_ID.fullmatch(episode):
-            raise _ApiError(
-                400, "An episode's id has 1 to 256 characters: letters, digits and any of . _ ~ : @ + -", "user"
-            )
-        if worker.is_learning and episode is None:
-            raise _ApiError(
-                400,
-                "The agent is learning, so a call must name its episode: in the address, /v1/episodes/ID, in the "
-                "header X-Episode-Id, or in the field user.",
-                "user",
-            )
+        episode = None
+        if worker.is_learning:
+            episode = episode_id or x_episode_id or x_session_id or body.user
+            _check_episode_id(episode)
         answer = _Answer(worker, body, episode, model_name)
         if body.stream:
             events = answer.events()
@@ -137,23 +129,40 @@ def make_app(worker: Worker, model_name: str, api_key: str | None, hosts: Collec
 
     @app.post("/v1/episodes/{episode_id}/reward")
     async def reward(episode_id: str, body: RewardRequest) -> dict[str, Any]:
-        await asyncio.wrap_future(worker.assign_reward(episode_id, body.reward, body.turn))
+        await asyncio.wrap_future(worker.do(lambda: worker.assign_reward(episode_id, body.reward, body.turn)))
         return {"id": episode_id, "object": "episode"}
 
     @app.post("/v1/episodes/{episode_id}/end")
     async def end(episode_id: str, body: EndRequest) -> dict[str, Any]:
+        messages = body.chat_messages()
+        tools = body.chat_tools()
         stats = await asyncio.wrap_future(
-            worker.end(episode_id, body.reward, body.truncated, body.group, body.chat_messages(), body.chat_tools())
+            worker.do(lambda: worker.end(episode_id, body.reward, body.truncated, body.group, messages, tools))
         )
         update = {name: _json_number(value) for name, value in stats.items()}
         return {"id": episode_id, "object": "episode", "update": update or None}
 
     @app.delete("/v1/episodes/{episode_id}")
     async def discard(episode_id: str) -> dict[str, Any]:
-        await asyncio.wrap_future(worker.discard(episode_id))
+        await asyncio.wrap_future(worker.do(lambda: worker.discard(episode_id)))
         return {"id": episode_id, "object": "episode", "deleted": True}
 
     return _Guard(app, api_key, hosts)
+
+
+def _check_episode_id(episode: str | None) -> None:
+    """Rejects a call without an episode, or with an id that could not be a part of an address."""
+    if episode is None:
+        raise _ApiError(
+            400,
+            "The agent is learning, so a call must name its episode: in the address, /v1/episodes/ID, in the header "
+            "X-Episode-Id, or in the field user.",
+            "user",
+        )
+    if not _EPISODE_ID.fullmatch(episode):
+        raise _ApiError(
+            400, "An episode's id has 1 to 256 characters: letters, digits and any of . _ ~ : @ + -", "user"
+        )
 
 
 class _Guard:

@@ -196,44 +196,8 @@ class Worker:
         """Queues a call; its `completion` receives the answer."""
         self._put(call)
 
-    def assign_reward(self, episode_id: str, reward: float, turn: int = -1) -> Future[None]:
-        """Queues a reward; see `EpisodeError` for what makes it fail."""
-        return self._do(lambda: self._assign_reward(episode_id, reward, turn))
-
-    def end(
-        self,
-        episode_id: str,
-        reward: float | None,
-        truncated: bool,
-        group: Hashable | None,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Tool],
-    ) -> Future[Stats]:
-        """Queues the end of an episode, after which the agent learns if a batch is full.
-
-        Args:
-            episode_id: The episode.
-            reward: Added to the last turn's reward; None for no reward.
-            truncated: Whether the episode was cut off.
-            group: For GRPO, equal for episodes with the same start.
-            messages: After truncation, the history that the next call would have sent; may be empty without a critic.
-            tools: The tools of that call.
-
-        Returns:
-            Statistics of the update, empty if none ran.
-        """
-        return self._do(lambda: self._end(episode_id, reward, truncated, group, messages, tools))
-
-    def discard(self, episode_id: str) -> Future[None]:
-        """Queues the deletion of an episode."""
-
-        def remove() -> None:
-            self._episode(episode_id)
-            del self._episodes[episode_id]
-
-        return self._do(remove)
-
-    def _do(self, function: Callable[[], Result]) -> Future[Result]:
+    def do(self, function: Callable[[], Result]) -> Future[Result]:
+        """Queues a call of `assign_reward`, `end` or `discard`, which must run in the worker's thread."""
         task = _Task(function, Future())
         self._put(task)
         return task.result
@@ -437,12 +401,22 @@ class Worker:
             raise UnknownEpisodeError(f"Episode {excerpt(episode_id)} {problem}.{advice}")
         return self._episodes[episode_id]
 
-    def _assign_reward(self, episode_id: str, reward: float, turn: int) -> None:
+    def assign_reward(self, episode_id: str, reward: float, turn: int = -1) -> None:
+        """Adds a reward to a turn of an open episode.
+
+        Raises:
+            EpisodeError: The episode, the turn or the reward is invalid.
+        """
         turns = self._episode(episode_id).turns
         check_reward(reward, turn, turns, 0, f"episode {excerpt(episode_id)}")
         turns[turn].reward += as_number(reward)
 
-    def _end(
+    def discard(self, episode_id: str) -> None:
+        """Deletes an open episode."""
+        self._episode(episode_id)
+        del self._episodes[episode_id]
+
+    def end(
         self,
         episode_id: str,
         reward: float | None,
@@ -451,6 +425,19 @@ class Worker:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
     ) -> Stats:
+        """Ends an episode; the agent learns if that fills a batch. After an error the episode is still open.
+
+        Args:
+            episode_id: The episode.
+            reward: Added to the last turn's reward; None for no reward.
+            truncated: Whether the episode was cut off.
+            group: For GRPO, equal for episodes with the same start.
+            messages: After truncation, the history that the next call would have sent; may be empty without a critic.
+            tools: The tools of that call.
+
+        Returns:
+            Statistics of the update, empty if none ran.
+        """
         episode = self._episode(episode_id)
         if not self.is_learning:
             # As at the end of an environment's episode in evaluation mode.
@@ -471,7 +458,7 @@ class Worker:
                 )
         before = episode.turns[-1].reward
         if reward is not None:
-            self._assign_reward(episode_id, reward, -1)
+            self.assign_reward(episode_id, reward)
         try:
             with self._policy.lock:
                 stats = self._collector.learn_from([episode.finished(truncated, group, final)], [episode.messages])
