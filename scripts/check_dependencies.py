@@ -30,8 +30,8 @@ from common import RESULTS, ROOT, setting
 
 SETS = ("lowest", "current")
 # bitsandbytes needs a CUDA device, and OpenEnv an environment's server.
-EXTRAS = ("sft", "wandb", "textworld", "minigrid", "textarena", "tensorboard", "sweep")
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "matplotlib", "nbclient", "ipykernel", "ruff")
+EXTRAS = ("sft", "wandb", "textworld", "minigrid", "textarena", "serve", "tensorboard", "sweep")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "matplotlib", "nbclient", "ipykernel", "ruff", "openai")
 _PRINT_VERSIONS = (
     "import importlib.metadata, json, platform; "
     "found = {d.metadata['Name'].lower(): d.version for d in importlib.metadata.distributions()}; "

@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from ipaddress import ip_address
@@ -13,14 +14,16 @@ from typing import Any
 
 from .. import distributed
 from ..agent.agent import Agent, collector_of
-from ..errors import ConfigError, needs
+from ..errors import ConfigError, excerpt, needs
 from ..learners.base import Stats
+from ..options import check_arguments, explains_wrong_calls
 from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _API_KEY = re.compile("[!-~]+")
+_POLL_S = 0.005
 # Seconds that clients get to read their answers when the server closes.
 _SHUTDOWN_S = 5
 
@@ -44,6 +47,7 @@ class ChatAgent(Agent):
         return response
 
 
+@explains_wrong_calls(positional=3)
 @contextmanager
 def serve(
     agent: Agent,
@@ -82,7 +86,8 @@ def serve(
 
         from .app import make_app
     if not isinstance(agent, Agent):
-        raise ConfigError(f"serve() received a {type(agent).__name__}. Pass an Agent, such as a ChatAgent.")
+        raise ConfigError(f"agent must be an Agent, such as a ChatAgent, got a {type(agent).__name__}.")
+    check_arguments(serve, {"host": host, "port": port, "api_key": api_key, "on_update": on_update})
     if distributed.world_size() > 1:
         raise ConfigError("Serving supports one process. Start the program without a launcher.")
     if api_key is not None and not _API_KEY.fullmatch(api_key):
@@ -95,12 +100,18 @@ def serve(
             logger.warning("Everyone who can reach %s can use this server. Pass an api_key.", host)
         hosts = {*_LOOPBACK, address} if is_loopback else ()
         app = make_app(worker, _model_name(agent), api_key, hosts)
-        config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_SHUTDOWN_S)
+        config = uvicorn.Config(
+            app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=_SHUTDOWN_S
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],), name="llamagym-http", daemon=True)
         worker.start()
-        thread.start()
         try:
+            thread.start()
+            while not server.started:
+                if not thread.is_alive():
+                    raise ConfigError("The HTTP server did not start; the error is above.")
+                time.sleep(_POLL_S)
             yield f"http://[{address}]:{bound_port}/v1" if ":" in address else f"http://{address}:{bound_port}/v1"
         finally:
             # First the work: clients whose episode ends now still get their answer.
@@ -111,16 +122,16 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     """Returns a socket that listens, so that clients can connect before the server runs."""
-    if not isinstance(host, str):
-        raise ConfigError(f"host must be a str, got {host!r}.")
-    if type(port) is not int or not 0 <= port < 2**16:
-        raise ConfigError(f"port must be an int from 0 to {2**16 - 1} (0 picks a free port), got {port!r}.")
+    if not host:
+        raise ConfigError("host must not be empty. Pass '0.0.0.0' to listen on every address of this machine.")
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"port must be an int from 0 to {2**16 - 1} (0 picks a free port), got {excerpt(port)}.")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(
-            f"Cannot listen on host {host!r}, port {port}: {error}. Choose another host or port."
+            f"Cannot listen on host {excerpt(host)}, port {port}: {error}. Choose another host or port."
         ) from error
 
 

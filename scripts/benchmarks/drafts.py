@@ -172,7 +172,7 @@ def both(make: Callable[[], Agent]) -> dict[str, Agent]:
     plain.generation = replace(plain.generation, max_draft_tokens=0)
     for agent in agents.values():
         agent.eval(greedy=False)
-        agent.policy.seed(0)
+        agent.policy.rng.manual_seed(0)
     return agents
 
 

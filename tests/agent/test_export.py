@@ -126,7 +126,7 @@ def test_save_killed_at_any_point_leaves_the_old_or_the_new_agent(tmp_path):
 
     agent.save(folder)
     found, point = [kept()], 0
-    agent.policy.seed(1)
+    agent.policy.rng.manual_seed(1)
     # By the kernel, in the next write of PEFT, safetensors, tokenizers or whoever writes next.
     for most in (0, 500):
         for early in range(0, 45, 9):

@@ -7,7 +7,7 @@ import inspect
 import pickle
 from collections.abc import Callable
 from dataclasses import fields
-from functools import reduce
+from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -41,6 +41,7 @@ from llamagym import (
     name_actions,
     parse_action,
     parse_choice,
+    serve,
     side_by_side,
     train,
     write_report,
@@ -82,6 +83,13 @@ def of_model() -> dict[str, Any]:
 
 def of_run() -> dict[str, Any]:
     return {"agent": make_agent(ChoiceAgent), "env": CountdownEnv, "episodes": 1}
+
+
+@wraps(serve)
+def entered(*arguments: Any, **options: Any) -> None:
+    """Serves an agent for a moment."""
+    with serve(*arguments, **options):
+        pass
 
 
 COUNT = NUMBER | {"negative"}
@@ -248,6 +256,17 @@ CALLS = {
         lambda: {"url": "http://127.0.0.1:1", "folder": "nowhere"},
         {**SERVER, "folder": FOLDER | {"none"}},
     ),
+    "serve": Call(
+        entered,
+        lambda: {"agent": make_agent(ChoiceAgent)},
+        {
+            "agent": ANY,
+            "host": TEXT | {"no text", "none"},
+            "port": COUNT | {"none"},
+            "api_key": TEXT | {"no text"},
+            "on_update": ANY - {"none"},
+        },
+    ),
     "write_report": Call(
         write_report,
         lambda: {"runs": ["nowhere"], "path": "unused"},
@@ -271,6 +290,8 @@ RECORDS = {
 }
 WITHOUT_ARGUMENTS = {"Callback", "Sampler", "Tracker", "is_main_process", "main_process_first"}
 TAKE_ANYTHING = {"gather_objects"}
+# Its arguments are those of `Agent`.
+AGENTS = {"ChatAgent"}
 
 
 def is_error(name: str) -> bool:
@@ -279,7 +300,7 @@ def is_error(name: str) -> bool:
 
 
 def test_the_table_has_every_public_name_and_argument():
-    others = CONFIGURATIONS | RECORDS | WITHOUT_ARGUMENTS | TAKE_ANYTHING
+    others = CONFIGURATIONS | RECORDS | WITHOUT_ARGUMENTS | TAKE_ANYTHING | AGENTS
     assert set(CALLS) | others | set(filter(is_error, llamagym.__all__)) == set(llamagym.__all__)
     for name, call in CALLS.items():
         assert set(call.wrong) == {parameter.name for parameter in named_parameters(call.function)}, name

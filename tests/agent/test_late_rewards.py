@@ -43,7 +43,7 @@ def test_a_reward_of_an_earlier_turn_does_not_count_for_the_last():
 @pytest.mark.parametrize("turn", [3, -4, 1.0, True, None, "last"])
 def test_rejects_rewards_for_missing_turns(turn):
     agent = played(3)
-    with pytest.raises(EpisodeError, match=r"3 turns\. Pass a whole number from -3 to 2"):
+    with pytest.raises(EpisodeError, match=r"3 turns so far\. Pass a whole number from -3 to 2"):
         agent.assign_reward(1.0, turn)
     assert agent.current_episode_rewards == [0.0] * 3
     with pytest.raises(EpisodeError, match="not a finite number"):

@@ -111,12 +111,12 @@ def test_generation_prompt_runs_through_the_trunk_with_its_observation():
     agent, passes = make_agent(WordAgent, context="turn", generate={"max_new_tokens": 1}), []
     step(agent, "a")
     agent.policy.backbone.transformer.trunk.layers[0].register_forward_hook(lambda *_: passes.append(1))
-    agent.policy.seed(1)
+    agent.policy.rng.manual_seed(1)
     step(agent, "b")
     # One pass over the observation and the generation prompt; none for the same observation, even after learning.
     assert len(passes) == 1
     touch_weights(agent)
-    agent.policy.seed(1)
+    agent.policy.rng.manual_seed(1)
     step(agent, "b")
     assert len(passes) == 1
     first, second = (turn.reply for turn in actor_of(agent).conversation(0).turns[-2:])

@@ -14,6 +14,8 @@ from llamagym.text.chat_history import HistoryTemplate
 from tests.helpers.agents import make_agent
 from tests.helpers.serving import served
 
+# LangChain is installed for the whole test run only.
+pytestmark = pytest.mark.long
 example = pytest.importorskip("langchain_agent", reason="LangChain is not installed", exc_type=ImportError)
 
 

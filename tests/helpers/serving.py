@@ -13,7 +13,7 @@ import llamagym
 from llamagym.serving import ChatAgent
 from tests.helpers.agents import make_agent
 
-# Only the whole test run has them.
+# The extra serve, and a client.
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")

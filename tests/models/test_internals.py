@@ -245,7 +245,7 @@ def test_only_internals_files_use_private_attributes():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         for name in [
             *([node.attr] if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) else []),
-            *([node.name] if isinstance(node, ast.FunctionDef) else []),
+            *([node.name] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else []),
             *([node.target.id] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else []),
             *(
                 [target.id for target in node.targets if isinstance(target, ast.Name)]

@@ -1028,6 +1028,6 @@ def test_saving_an_agent_again_replaces_its_weights(tmp_path):
     agent = make_agent(WordAgent)
     agent.save(tmp_path / "agent")
     first = verify(tmp_path / "agent", "agent")["files"]
-    agent.policy.seed(5)
+    agent.policy.rng.manual_seed(5)
     agent.save(tmp_path / "agent")
     assert verify(tmp_path / "agent", "agent")["files"] != first

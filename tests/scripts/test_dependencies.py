@@ -28,7 +28,18 @@ def listed(table: str, key: str) -> list[Requirement]:
 
 
 def allowed() -> list[Requirement]:
-    extras = ("sft", "wandb", "textworld", "minigrid", "textarena", "openenv", "tensorboard", "quantization", "sweep")
+    extras = (
+        "sft",
+        "wandb",
+        "textworld",
+        "minigrid",
+        "textarena",
+        "openenv",
+        "serve",
+        "tensorboard",
+        "quantization",
+        "sweep",
+    )
     of_extras = [requirement for extra in extras for requirement in listed("project.optional-dependencies", extra)]
     return listed("project", "dependencies") + of_extras
 
