@@ -265,7 +265,7 @@ def test_wrong_address_is_named(arguments):
 
 
 def test_only_agents_are_served():
-    with pytest.raises(ConfigError, match="Pass an Agent"), llamagym.serve("agent"):
+    with pytest.raises(ConfigError, match="agent must be an Agent"), llamagym.serve("agent"):
         pass
 
 
