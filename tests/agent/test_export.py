@@ -294,7 +294,8 @@ def test_embedded_model_is_the_same_policy_in_transformers_and_peft(tmp_path, dt
     chooser = ChoiceAgent(model, tokenizer, device, ppo_config_dict=learning, **options)
     untrained = chooser.action_probabilities([0])[0]
     train(chooser, DiceEnv, episodes=24, num_envs=4, seed=0)
-    assert chooser.action_probabilities([0])[0] != pytest.approx(untrained, abs=2 * most)
+    # Without its adapter, the saved agent would be further off than is allowed below.
+    assert chooser.action_probabilities([0])[0] != pytest.approx(untrained, abs=most)
     chooser.save_pretrained(tmp_path / "choices")
     observations = range(0, 100, 20)
     expected = torch.tensor([list(row.values()) for row in chooser.action_probabilities(observations)])
