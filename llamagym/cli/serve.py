@@ -60,6 +60,7 @@ def serve(
             agent.save(out)
 
     stopped = threading.Event()
+    previous: dict[signal.Signals, Any] = {}
 
     def stop(*_: object) -> None:
         stopped.set()
@@ -67,8 +68,9 @@ def serve(
         for number, handler in previous.items():
             signal.signal(number, handler)
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, stop)
         with serving.serve(agent, host, port, api_key=api_key, on_update=report) as url:
             mode = "training" if train else "evaluation"
             click.echo(f"Serving at {url} in {mode} mode. Press Ctrl-C to stop.")

@@ -129,7 +129,7 @@ def make_app(worker: Worker, model_name: str, api_key: str | None, hosts: Collec
 
     @app.post("/v1/episodes/{episode_id}/reward")
     async def reward(episode_id: str, body: RewardRequest) -> dict[str, Any]:
-        await asyncio.wrap_future(worker.do(lambda: worker.assign_reward(episode_id, body.reward, body.turn)))
+        await asyncio.wrap_future(worker.submit_task(lambda: worker.assign_reward(episode_id, body.reward, body.turn)))
         return {"id": episode_id, "object": "episode"}
 
     @app.post("/v1/episodes/{episode_id}/end")
@@ -137,14 +137,14 @@ def make_app(worker: Worker, model_name: str, api_key: str | None, hosts: Collec
         messages = body.chat_messages()
         tools = body.chat_tools()
         stats = await asyncio.wrap_future(
-            worker.do(lambda: worker.end(episode_id, body.reward, body.truncated, body.group, messages, tools))
+            worker.submit_task(lambda: worker.end(episode_id, body.reward, body.truncated, body.group, messages, tools))
         )
         update = {name: _json_number(value) for name, value in stats.items()}
         return {"id": episode_id, "object": "episode", "update": update or None}
 
     @app.delete("/v1/episodes/{episode_id}")
     async def discard(episode_id: str) -> dict[str, Any]:
-        await asyncio.wrap_future(worker.do(lambda: worker.discard(episode_id)))
+        await asyncio.wrap_future(worker.submit_task(lambda: worker.discard(episode_id)))
         return {"id": episode_id, "object": "episode", "deleted": True}
 
     return _Guard(app, api_key, hosts)
@@ -168,8 +168,8 @@ def _check_episode_id(episode: str | None) -> None:
 class _Guard:
     """Rejects requests before their body is read: of other hosts, without the key, too large, or of another type.
 
-    A page in a browser can send requests to this machine, but with a Host header of its own name, or without a content
-    type that the page's origin would have to be allowed to send.
+    A page in a browser can send requests to this machine. They have the page's own name in the Host header (DNS
+    rebinding), or, without the permission that CORS asks for, no JSON content type.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str]) -> None:

@@ -192,17 +192,18 @@ class Worker:
         """Returns the text of a token, control tokens included."""
         return str(self._actor.tokenizer.decode([token]))
 
-    def submit(self, call: Call) -> None:
-        """Queues a call; its `completion` receives the answer."""
-        self._put(call)
-
-    def do(self, function: Callable[[], Result]) -> Future[Result]:
+    def submit_task(self, function: Callable[[], Result]) -> Future[Result]:
         """Queues a call of `assign_reward`, `end` or `discard`, which must run in the worker's thread."""
         task = _Task(function, Future())
-        self._put(task)
+        self.submit(task)
         return task.result
 
-    def _put(self, job: Call | _Task) -> None:
+    def submit(self, job: Call | _Task) -> None:
+        """Queues a call, whose `completion` receives the answer, or a task.
+
+        Raises:
+            ServerClosedError: The worker is closed.
+        """
         with self._arrived:
             if self._is_closed:
                 raise ServerClosedError("The server is shutting down.")
@@ -359,7 +360,10 @@ class Worker:
         call = writing.call
         reply = Reply(text.ids, text.logprobs, text.value, text.finish_reason, None, version)
         written = call.opening + writing.text.text
-        content, calls = read_calls(written) if call.tools else (written, [])
+        content = written
+        calls: list[ToolCall] = []
+        if call.tools:
+            content, calls = read_calls(written)
         message: ChatMessage = {"role": "assistant", "content": content}
         finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
         if text.finish_reason != "eos" and writing.text.finish_reason == "length":

@@ -245,9 +245,10 @@ class HistoryTemplate:
 
     def _shared_prefix(self, system: str, tools: str) -> list[int]:
         """Returns the ids that all prompts with some system messages and tools, both as JSON, share."""
-        before = json.loads(system)
-        prompts = [self.prompt([*before, {"role": "user", "content": text}], json.loads(tools)) for text in ("a", "0")]
-        return common_prefix(*prompts)
+        system_messages = json.loads(system)
+        first = self.prompt([*system_messages, {"role": "user", "content": "a"}], json.loads(tools))
+        second = self.prompt([*system_messages, {"role": "user", "content": "0"}], json.loads(tools))
+        return common_prefix(first, second)
 
     def _probe_tools(self) -> bool:
         history = [_QUESTION, _CALLING_REPLY, {"role": "tool", "tool_call_id": _CALL_ID, "content": _RESULT}]

@@ -99,12 +99,14 @@ class HistoryEpisode:
         """
         prompt = self._prompt_after_last_turn(call.segment)
         turn = Turn(prompt, reply)
-        shown = call.messages[-call.new_messages :]
+        system_texts: list[str] = []
+        other_texts: list[str] = []
+        for new_message in call.messages[-call.new_messages :]:
+            texts = system_texts if new_message["role"] == "system" else other_texts
+            texts.append(new_message["content"])
         if not self.turns:
-            system = [str(shown_message["content"]) for shown_message in shown if shown_message["role"] == "system"]
-            self.messages.append({"role": "system", "content": "\n".join(system)})
-        read = [str(shown_message["content"]) for shown_message in shown if shown_message["role"] != "system"]
-        self.messages.append({"role": "user", "content": "\n".join(read)})
+            self.messages.append({"role": "system", "content": "\n".join(system_texts)})
+        self.messages.append({"role": "user", "content": "\n".join(other_texts)})
         self.messages.append({"role": "assistant", "content": text})
         self.turns.append(turn)
         key = history_keys([*call.messages, message], call.tools)[-1]

@@ -96,7 +96,7 @@ def test_several_replies_to_one_history_are_turns_of_their_own():
         assert stats["ratio_error"] < 1e-4
 
 
-def test_tool_results_continue_a_call():
+def test_required_calls_continue_their_context():
     with served(large_batch()) as client:
         messages = [{"role": "user", "content": "Where does Anna live?"}]
         for _ in range(2):

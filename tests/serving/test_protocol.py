@@ -433,6 +433,38 @@ def test_server_that_closes_answers_what_it_has_begun():
     assert threading.active_count() == threads_before
 
 
+def test_end_of_an_episode_is_answered_before_the_server_closes(monkeypatch):
+    """Its update has changed the agent, so the client must not see an error."""
+    agent = make_agent(ChatAgent, generate={"max_new_tokens": 2})
+    update = agent.learner.update
+    is_updating = threading.Event()
+
+    def slow_update(batch):
+        is_updating.set()
+        time.sleep(1)
+        return update(batch)
+
+    monkeypatch.setattr(agent.learner, "update", slow_update)
+    with ThreadPoolExecutor(1) as pool:
+        with served(agent) as client:
+            client.chat(user="a", n=4)
+            ended = pool.submit(client.post, "/episodes/a/end", {"reward": 1.0})
+            assert is_updating.wait(60)
+        assert ended.result().status_code == 200
+        assert ended.result().json()["update"]["turns"] == 4
+
+
+def test_server_that_does_not_start_raises_and_frees_its_port(monkeypatch):
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    threads_before = threading.active_count()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="did not start"), llamagym.serve(make_agent(ChatAgent), port=port):
+            pass
+    assert threading.active_count() == threads_before
+
+
 def load(client: Client, clients: int, calls: int) -> None:
     """Plays episodes of two turns in many clients at once; checks that each call gets its own answer."""
     agent = client.agent
